@@ -75,7 +75,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                 raise InvalidRequest(f"sampling_params.{key} is not supported by this server")
             if key not in cls.__struct_fields__:
                 known = ", ".join(cls.__struct_fields__)
-                raise InvalidRequest(f"unknown sampling parameter {key!r}, expected one of: {known}")
+                raise InvalidRequest(
+                    f"unknown sampling parameter {key!r}, expected one of: {known}"
+                )
             if value is None:
                 continue
             values[key] = value
@@ -99,7 +101,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     def verify(self, vocab_size: int) -> None:
         """Checks every range; see `from_dict`."""
-        _need(0 <= self.max_new_tokens <= MAX_NEW_TOKENS, "max_new_tokens", f"in [0, {MAX_NEW_TOKENS}]")
+        _need(
+            0 <= self.max_new_tokens <= MAX_NEW_TOKENS,
+            "max_new_tokens",
+            f"in [0, {MAX_NEW_TOKENS}]",
+        )
         _need(
             0 <= self.min_new_tokens <= self.max_new_tokens,
             "min_new_tokens",
@@ -128,7 +134,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             except (re.error, RecursionError, OverflowError) as error:
                 raise InvalidRequest(f"stop_regex is not a valid pattern: {error}") from None
         for token in (*self.stop_token_ids, *self.logit_bias):
-            _need(0 <= token < vocab_size, "stop_token_ids and logit_bias", f"ids below {vocab_size}")
+            _need(
+                0 <= token < vocab_size, "stop_token_ids and logit_bias", f"ids below {vocab_size}"
+            )
         for bias in self.logit_bias.values():
             _need(-100 <= bias <= 100, "logit_bias", "values in [-100, 100]")
         if self.sampling_seed is not None:
@@ -174,9 +182,7 @@ def _reject_strings(values: dict[str, Any]) -> None:
         ):
             raise InvalidRequest(f"sampling_params.{key} must be a string or a list of strings")
     ids = values.get("stop_token_ids")
-    if ids is not None and not (
-        isinstance(ids, list) and all(type(item) is int for item in ids)
-    ):
+    if ids is not None and not (isinstance(ids, list) and all(type(item) is int for item in ids)):
         raise InvalidRequest("sampling_params.stop_token_ids must be a list of token ids")
     bias = values.get("logit_bias")
     if bias is not None:
