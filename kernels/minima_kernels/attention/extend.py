@@ -1,0 +1,294 @@
+"""Extend attention: new tokens over a cached prefix, and over each other causally.
+
+Both parts run the same step over tiles with a running softmax, in an order and with tile bounds
+that depend on positions alone: what a request gets in a batch of its own is a function of its
+pages and tokens, not of how the tree cut its segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from minima_kernels.arena import gather
+from minima_kernels.attention.output import AttentionOutput
+from minima_kernels.attention.plan import (
+    DEFAULT_SCRATCH_BYTES,
+    CheckedSegment,
+    Int64Array,
+    Segment,
+    check_segment,
+)
+from minima_kernels.attention.tile import Partial, attend, mask_tail
+from minima_kernels.formats import Tile
+from minima_kernels.geometry import KVGeometry
+from minima_kernels.kinds import PageKind
+from minima_kernels.routes import ROUTES, RouteCounters
+
+# Tokens of a tile. Fixed: bounds that moved with the batch would change results by rounding.
+_TILE_KEYS = 512
+_TILE_QUERIES = 128
+
+
+class CachedTile(NamedTuple):
+    """Consecutive pages of one kind."""
+
+    kind_index: int
+    addresses: torch.Tensor  # int64 [C]
+    num_tokens: int  # the last page may be open
+
+
+class CachedRun(NamedTuple):
+    """Tiles that the same query rows read, in order of position."""
+
+    tiles: tuple[CachedTile, ...]
+    rows: torch.Tensor | slice  # int64 [n], or all rows
+
+
+@dataclass(frozen=True)
+class ExtendPlan:
+    """Work list of one extend batch; valid for every layer until pages or rows change."""
+
+    q_indptr: tuple[int, ...]
+    kinds: tuple[PageKind, ...]
+    geometry: KVGeometry
+    runs: tuple[CachedRun, ...]
+    scratch_bytes: int
+
+
+def plan_extend(
+    segments: Sequence[Segment],
+    q_indptr: Sequence[int] | torch.Tensor | Int64Array,
+    kinds: Sequence[PageKind],
+    geometry: KVGeometry,
+    device: torch.device | str,
+    scratch_bytes: int = DEFAULT_SCRATCH_BYTES,
+) -> ExtendPlan:
+    """Plan attention of new tokens over what was in the cache before them.
+
+    Args:
+        segments: the cached pages, for each request in order of position; an open page counts
+            with its earlier tokens (``last_page_len``).
+        q_indptr: ``[num_requests + 1]``; the new tokens of request i are rows ``q_indptr[i]`` to
+            ``q_indptr[i + 1]``.
+        kinds: the page kinds that segments index.
+        device: of the arena.
+        scratch_bytes: bound on the scores of a tile.
+
+    Raises:
+        ValueError: a segment out of range, or ``q_indptr`` not ascending from 0.
+    """
+    indptr = np.asarray(q_indptr, dtype=np.int64)
+    if indptr.ndim != 1 or len(indptr) < 1 or indptr[0] != 0 or (np.diff(indptr) < 0).any():
+        raise ValueError("q_indptr must ascend from 0")
+    num_requests = len(indptr) - 1
+    pages_read = np.zeros(num_requests, dtype=np.int64)
+    runs: list[CachedRun] = []
+    tiles: list[CachedTile] = []
+    readers: Int64Array | None = None
+
+    def close() -> None:
+        if readers is not None and tiles:
+            rows: torch.Tensor | slice = slice(None)
+            if not np.array_equal(readers, np.arange(num_requests)):
+                spans = [np.arange(indptr[i], indptr[i + 1]) for i in readers]
+                rows = torch.from_numpy(np.concatenate(spans)).to(device)
+            runs.append(CachedRun(tuple(tiles), rows))
+            tiles.clear()
+
+    for segment in _joined(segments, num_requests, kinds, geometry):
+        if readers is None or not np.array_equal(readers, segment.readers):
+            close()
+            readers = segment.readers
+        first_page = int(pages_read[segment.readers[0]])
+        pages_read[segment.readers] += len(segment.addresses)
+        tiles.extend(_cut(segment, first_page, geometry.page_size, device))
+    close()
+    return ExtendPlan(tuple(indptr.tolist()), tuple(kinds), geometry, tuple(runs), scratch_bytes)
+
+
+def _joined(
+    segments: Sequence[Segment],
+    num_requests: int,
+    kinds: Sequence[PageKind],
+    geometry: KVGeometry,
+) -> list[CheckedSegment]:
+    """Non-empty segments, neighbours of one kind and the same readers joined."""
+    joined: list[CheckedSegment] = []
+    for segment in segments:
+        checked = check_segment(segment, num_requests, kinds, geometry)
+        if not (len(checked.addresses) and len(checked.readers)):
+            continue
+        last = joined[-1] if joined else None
+        if (
+            last is not None
+            and last.kind_index == checked.kind_index
+            and last.last_page_len == geometry.page_size
+            and np.array_equal(last.readers, checked.readers)
+        ):
+            addresses = np.concatenate((last.addresses, checked.addresses))
+            joined[-1] = checked._replace(addresses=addresses)
+        else:
+            joined.append(checked)
+    return joined
+
+
+def _cut(
+    segment: CheckedSegment, first_page: int, page_size: int, device: torch.device | str
+) -> list[CachedTile]:
+    """Tiles of a segment, cut where the request's page count is a multiple of a tile's pages."""
+    pages_per_tile = max(1, _TILE_KEYS // page_size)
+    num_pages = len(segment.addresses)
+    cuts = list(range(-first_page % pages_per_tile, num_pages, pages_per_tile))
+    cuts = sorted({0, *cuts, num_pages})
+    tiles = []
+    for start, stop in pairwise(cuts):
+        num_tokens = (stop - start) * page_size
+        if stop == num_pages:
+            num_tokens += segment.last_page_len - page_size
+        addresses = torch.from_numpy(segment.addresses[start:stop].copy()).to(device)
+        tiles.append(CachedTile(segment.kind_index, addresses, num_tokens))
+    return tiles
+
+
+class _Running:
+    """Running softmax of query rows ``q [1, H, M, D]``."""
+
+    def __init__(self, q: torch.Tensor) -> None:
+        self.q = q
+        self.maximum = q.new_full(q.shape[:-1], -torch.inf)
+        self.total = q.new_zeros(q.shape[:-1])
+        self.out = torch.zeros_like(q)
+
+    def update(self, rows: slice, partial: Partial) -> None:
+        """Add a partial of the rows ``rows`` of M."""
+        maximum = torch.maximum(self.maximum[:, :, rows], partial.maximum)
+        keep = torch.exp(self.maximum[:, :, rows] - maximum)
+        take = torch.exp(partial.maximum - maximum)
+        self.maximum[:, :, rows] = maximum
+        self.total[:, :, rows] = self.total[:, :, rows] * keep + partial.total * take
+        scaled = self.out[:, :, rows] * keep[..., None]
+        self.out[:, :, rows] = scaled.addcmul_(partial.out, take[..., None])
+
+    def partial(self) -> Partial:
+        return Partial(self.maximum, self.total, self.out, None)
+
+
+def run_extend(
+    plan: ExtendPlan,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    arena: torch.Tensor,
+    layer: int,
+    scale: float,
+    *,
+    routes: RouteCounters = ROUTES,
+) -> AttentionOutput:
+    """Attend from new tokens to the cached pages of their request and causally to each other.
+
+    Args:
+        q: ``[N, Hq, D]``, rotated.
+        k, v: ``[N, H, D]``, rotated, of the new tokens, in the precision they were computed in.
+        arena: uint8 ``[bytes]``.
+        layer: which layer's share of the pages to read.
+        scale: factor on the scores.
+
+    Raises:
+        ValueError: ``q`` or ``k`` does not fit the plan.
+    """
+    geometry = plan.geometry
+    heads, dim = geometry.num_kv_heads, geometry.head_dim
+    num_rows = plan.q_indptr[-1]
+    if q.shape[0] != num_rows or q.shape[1] % heads or q.shape[2] != dim:
+        raise ValueError(f"queries {list(q.shape)} do not fit {num_rows} rows of {geometry}")
+    if k.shape != (num_rows, heads, dim) or v.shape != k.shape:
+        raise ValueError(f"keys {list(k.shape)} do not fit {num_rows} rows of {geometry}")
+    routes.count("extend", "torch")
+    group_size = q.shape[1] // heads
+
+    def by_head(x: torch.Tensor) -> torch.Tensor:
+        """``[N, H, G, ...]`` to ``[1, H, N * G, ...]``: GQA queries become rows of their head."""
+        return x.transpose(0, 1).flatten(1, 2)[None]
+
+    grouped = (q.float() * scale).view(num_rows, heads, group_size, dim)
+    state = _Running(by_head(grouped))
+    for run in plan.runs:
+        if isinstance(run.rows, slice):
+            _attend_cached(plan, run, state, arena, layer)
+            continue
+        part = _Running(by_head(grouped[run.rows]))
+        _attend_cached(plan, run, part, arena, layer)
+        steps = torch.arange(group_size, device=q.device)
+        rows = (run.rows[:, None] * group_size + steps).flatten()
+        _update_rows(state, rows, part)
+    _attend_new(plan, state, k.float(), v.float(), group_size)
+
+    def by_row(x: torch.Tensor) -> torch.Tensor:
+        """Undo ``by_head``, to ``[N, Hq, ...]``."""
+        return x[0].unflatten(1, (num_rows, group_size)).transpose(0, 1).flatten(1, 2)
+
+    out = state.out / state.total[..., None]
+    lse = state.maximum + state.total.log()
+    return AttentionOutput(by_row(out).to(q.dtype), by_row(lse), None)
+
+
+def _attend_cached(
+    plan: ExtendPlan, run: CachedRun, state: _Running, arena: torch.Tensor, layer: int
+) -> None:
+    geometry = plan.geometry
+    num_rows = state.q.shape[2]
+    for cached in run.tiles:
+        kind = plan.kinds[cached.kind_index]
+        size = kind.formats[layer].layer_bytes(geometry)
+        data = gather(arena, cached.addresses, kind.layer_offset(layer, geometry), size)
+        tile = kind.formats[layer].expand(data[None], geometry)
+        num_slots = tile.k.shape[2]
+        masked = None
+        if cached.num_tokens < num_slots:
+            invalid = torch.arange(num_slots, device=arena.device)[None] >= cached.num_tokens
+            tile = mask_tail(tile, invalid)
+            masked = invalid[:, None, None]
+        score_bytes = 12 * geometry.num_kv_heads * num_slots
+        step = max(1, plan.scratch_bytes // score_bytes)
+        for first in range(0, num_rows, step):
+            rows = slice(first, min(first + step, num_rows))
+            state.update(rows, attend(state.q[:, :, rows], tile, masked))
+
+
+def _update_rows(state: _Running, rows: torch.Tensor, part: _Running) -> None:
+    """Merge the state of some rows into the state of all."""
+    selected = _Running(part.q)
+    selected.maximum = state.maximum[:, :, rows]
+    selected.total = state.total[:, :, rows]
+    selected.out = state.out[:, :, rows]
+    selected.update(slice(None), part.partial())
+    state.maximum[:, :, rows] = selected.maximum
+    state.total[:, :, rows] = selected.total
+    state.out[:, :, rows] = selected.out
+
+
+def _attend_new(
+    plan: ExtendPlan, state: _Running, k: torch.Tensor, v: torch.Tensor, group_size: int
+) -> None:
+    """Causal attention among the new tokens of each request, ``k, v`` float32 ``[N, H, D]``."""
+    for start, stop in zip(plan.q_indptr, plan.q_indptr[1:], strict=False):
+        keys = k[start:stop].transpose(0, 1)[None]
+        values = v[start:stop].transpose(0, 1)[None]
+        for first in range(0, stop - start, _TILE_QUERIES):
+            last = min(first + _TILE_QUERIES, stop - start)
+            rows = slice((start + first) * group_size, (start + last) * group_size)
+            q = state.q[:, :, rows]
+            for key in range(0, first, _TILE_KEYS):
+                span = slice(key, min(key + _TILE_KEYS, first))
+                tile = Tile(keys[:, :, span], values[:, :, span])
+                state.update(rows, attend(q, tile))
+            steps = torch.arange(last - first, device=k.device)
+            future = steps > steps.repeat_interleave(group_size)[:, None]
+            tile = Tile(keys[:, :, first:last], values[:, :, first:last])
+            state.update(rows, attend(q, tile, future))

@@ -1,0 +1,201 @@
+"""What every page format says: where its bytes lie, and how they become K and V."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from minima_kernels.geometry import ALIGNMENT, KVGeometry, align
+
+
+class Part(NamedTuple):
+    """A part of a layer's share of a page: ``head_bytes`` for each KV head, heads in order.
+
+    ``offset`` counts bytes from the start of the layer's share.
+    """
+
+    offset: int
+    head_bytes: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Byte offsets within one layer's share of a page; a part that a format lacks is ``None``."""
+
+    k_codes: Part
+    v_codes: Part
+    k_scales: Part | None
+    v_scales: Part | None
+    k_mean: Part | None
+    layer_bytes: int
+
+    @classmethod
+    def build(
+        cls,
+        geometry: KVGeometry,
+        *,
+        k_codes: int,
+        v_codes: int,
+        scales: int = 0,
+        k_mean: int = 0,
+    ) -> Layout:
+        """Lay the parts out in the order K codes, K scales, K mean, V codes, V scales.
+
+        The arguments are bytes per KV head; zero leaves the part out.
+        """
+        offset = 0
+        parts: list[Part | None] = []
+        for head_bytes in (k_codes, scales, k_mean, v_codes, scales):
+            parts.append(Part(offset, head_bytes) if head_bytes else None)
+            offset += align(head_bytes * geometry.num_kv_heads, ALIGNMENT)
+        first, k_scales, mean, second, v_scales = parts
+        assert first is not None and second is not None
+        return cls(first, second, k_scales, v_scales, mean, offset)
+
+    def account(self, geometry: KVGeometry) -> dict[str, int]:
+        """Bytes by purpose: codes, scales, means, padding; they sum to the share."""
+
+        def size(*parts: Part | None) -> int:
+            return sum(part.head_bytes * geometry.num_kv_heads for part in parts if part)
+
+        codes = size(self.k_codes, self.v_codes)
+        scales = size(self.k_scales, self.v_scales)
+        means = size(self.k_mean)
+        return {
+            "codes": codes,
+            "scales": scales,
+            "means": means,
+            "padding": self.layer_bytes - codes - scales - means,
+        }
+
+
+class Tile(NamedTuple):
+    """K and V of a tile of pages, expanded, with the factors that attention can apply cheaper.
+
+    X chunks of C pages each, H heads, T = C * page_size tokens, D channels, all float32:
+    a key is ``k * k_scales + k_mean`` (the mean of its page), a value ``v * v_scales``.
+    """
+
+    k: torch.Tensor  # [X, H, T, D]
+    v: torch.Tensor  # [X, H, T, D]
+    k_scales: torch.Tensor | None = None  # [X, H, T]
+    v_scales: torch.Tensor | None = None  # [X, H, T]
+    k_mean: torch.Tensor | None = None  # [X, H, C, D]
+
+
+class Format(ABC):
+    """How the bytes of one layer's share of a page encode rotated K and V.
+
+    Formats are values: two of the same name are equal, and ``parse_format(name)`` gives the format
+    back. P pages, B tokens per page, H KV heads, D channels below.
+    """
+
+    name: str
+    appendable: bool
+
+    @abstractmethod
+    def layout(self, geometry: KVGeometry) -> Layout:
+        """Byte offsets within a layer's share of a page."""
+
+    @abstractmethod
+    def encode(self, k: torch.Tensor, v: torch.Tensor, geometry: KVGeometry) -> torch.Tensor:
+        """Encode whole pages: float ``k, v [P, B, H, D]`` to uint8 ``[P, layer_bytes]``."""
+
+    @abstractmethod
+    def expand(self, data: torch.Tensor, geometry: KVGeometry) -> Tile:
+        """Expand uint8 ``data [X, C, layer_bytes]`` for attention."""
+
+    def decode(self, data: torch.Tensor, geometry: KVGeometry) -> tuple[torch.Tensor, torch.Tensor]:
+        """Decode uint8 ``[P, layer_bytes]`` to float32 K and V, each ``[P, B, H, D]``."""
+        tile = self.expand(data[:, None], geometry)
+        k, v = tile.k, tile.v
+        if tile.k_scales is not None:
+            k = k * tile.k_scales[..., None]
+        if tile.k_mean is not None:
+            k = k + tile.k_mean
+        if tile.v_scales is not None:
+            v = v * tile.v_scales[..., None]
+        return k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
+
+    def layer_bytes(self, geometry: KVGeometry) -> int:
+        """Bytes of one layer's share of a page, padding included; a multiple of 16."""
+        return self.layout(geometry).layer_bytes
+
+    def bits_per_value(self, geometry: KVGeometry) -> float:
+        """Bits per stored value, every byte of the layer's share counted."""
+        return self.layer_bytes(geometry) * 8 / geometry.values_per_layer
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Format) and other.name == self.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def __repr__(self) -> str:
+        return f"<format {self.name}>"
+
+
+class AppendableFormat(Format):
+    """A format whose pages take single token rows, so that it can serve as Recent pages."""
+
+    appendable = True
+
+    @abstractmethod
+    def append(
+        self,
+        arena: torch.Tensor,
+        byte_offsets: torch.Tensor,
+        slots: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        geometry: KVGeometry,
+    ) -> None:
+        """Write N token rows.
+
+        Args:
+            arena: uint8 ``[bytes]``.
+            byte_offsets: int64 ``[N]``, where in the arena the layer's share of the page starts.
+            slots: int64 ``[N]``, the token's place in its page.
+            k, v: rotated, float ``[N, H, D]``.
+        """
+
+
+def read_part(data: torch.Tensor, part: Part, geometry: KVGeometry) -> torch.Tensor:
+    """A part of ``data [..., C, layer_bytes]`` with heads first: uint8 ``[..., H, C, bytes]``.
+
+    A view: bringing the heads forward before anything is expanded moves compressed bytes only.
+    """
+    heads = geometry.num_kv_heads
+    stop = part.offset + heads * part.head_bytes
+    return data[..., part.offset : stop].unflatten(-1, (heads, part.head_bytes)).transpose(-3, -2)
+
+
+def write_part(data: torch.Tensor, part: Part, content: torch.Tensor, geometry: KVGeometry) -> None:
+    """Store ``content [P, H, ...]`` of any dtype as a part of ``data [P, layer_bytes]``."""
+    rows = content.reshape(content.shape[0], geometry.num_kv_heads, -1).contiguous()
+    stop = part.offset + geometry.num_kv_heads * part.head_bytes
+    data[:, part.offset : stop] = rows.view(torch.uint8).flatten(1)
+
+
+def scatter_rows(
+    arena: torch.Tensor,
+    byte_offsets: torch.Tensor,
+    slots: torch.Tensor,
+    part: Part,
+    rows: torch.Tensor,
+) -> None:
+    """Write one row per token and head into a part: ``rows [N, H, width]`` of any dtype."""
+    heads = rows.shape[1]
+    row_bytes = rows.shape[2] * rows.element_size()
+    # Whole 8-byte words where the rows allow it: eight times fewer elements to scatter.
+    word = torch.int64 if row_bytes % 8 == 0 else torch.int16
+    words = rows.contiguous().flatten(1).view(word)
+    device = arena.device
+    head_starts = torch.arange(heads, device=device) * part.head_bytes + part.offset
+    starts = (byte_offsets + slots * row_bytes)[:, None] + head_starts
+    steps = torch.arange(row_bytes // word.itemsize, device=device)
+    indices = (starts // word.itemsize)[..., None] + steps
+    arena.view(word)[indices.flatten(1)] = words

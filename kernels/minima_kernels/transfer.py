@@ -1,0 +1,142 @@
+"""Moving pages between kinds: retier, copy on write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from minima_kernels.arena import gather, scatter
+from minima_kernels.formats import AppendableFormat, Format
+from minima_kernels.geometry import GRANULE, KVGeometry
+from minima_kernels.kinds import PageKind
+from minima_kernels.routes import ROUTES, RouteCounters
+
+# Expanded values held at once while pages are re-encoded; about ten times that in bytes.
+_MAX_SCRATCH_VALUES = 1 << 21
+
+
+class _LayerRun(NamedTuple):
+    """Consecutive layers with one format in the source kind and one in the destination kind."""
+
+    first_layer: int
+    num_layers: int
+    source: Format
+    destination: Format
+
+
+def _layer_runs(source: PageKind, destination: PageKind) -> Iterator[_LayerRun]:
+    if len(source.formats) != len(destination.formats):
+        raise ValueError(
+            f"kinds {source.name!r} and {destination.name!r} differ in their layer counts"
+        )
+    pairs = list(zip(source.formats, destination.formats, strict=True))
+    first = 0
+    for layer in range(1, len(pairs) + 1):
+        if layer == len(pairs) or pairs[layer] != pairs[first]:
+            yield _LayerRun(first, layer - first, *pairs[first])
+            first = layer
+
+
+def retier(
+    arena: torch.Tensor,
+    source_addresses: torch.Tensor | Sequence[int],
+    source_kind: PageKind,
+    destination_addresses: torch.Tensor | Sequence[int],
+    destination_kind: PageKind,
+    geometry: KVGeometry,
+    *,
+    routes: RouteCounters = ROUTES,
+) -> None:
+    """Re-encode whole pages, all layers, into pages of another kind.
+
+    Layers of one format in both kinds are copied byte for byte. The rotated basis is common to
+    all formats, so nothing is rotated. Scratch is bounded whatever the number of pages.
+
+    Args:
+        arena: uint8 ``[bytes]``, holds sources and destinations; the pages must not overlap.
+        source_addresses, destination_addresses: P page addresses each, in granules.
+
+    Raises:
+        ValueError: unequal numbers of addresses, or kinds of unequal layer counts.
+    """
+    sources = torch.as_tensor(source_addresses, dtype=torch.int64, device=arena.device)
+    destinations = torch.as_tensor(destination_addresses, dtype=torch.int64, device=arena.device)
+    if sources.shape != destinations.shape:
+        raise ValueError(f"{sources.numel()} source pages for {destinations.numel()} destinations")
+    routes.count("retier", "torch")
+    for run in _layer_runs(source_kind, destination_kind):
+        size = run.source.layer_bytes(geometry)
+        new_size = run.destination.layer_bytes(geometry)
+        layers_per_tile = max(1, _MAX_SCRATCH_VALUES // geometry.values_per_layer)
+        layers_per_tile = min(layers_per_tile, run.num_layers)
+        pages_per_tile = max(
+            1, _MAX_SCRATCH_VALUES // (geometry.values_per_layer * layers_per_tile)
+        )
+        for first in range(0, run.num_layers, layers_per_tile):
+            count = min(layers_per_tile, run.num_layers - first)
+            offset = source_kind.layer_offset(run.first_layer + first, geometry)
+            new_offset = destination_kind.layer_offset(run.first_layer + first, geometry)
+            for old, new in zip(
+                sources.split(pages_per_tile), destinations.split(pages_per_tile), strict=True
+            ):
+                data = gather(arena, old, offset, size * count)
+                if run.source != run.destination:
+                    k, v = run.source.decode(data.view(-1, size), geometry)
+                    encoded = run.destination.encode(k, v, geometry)
+                    data = encoded.view(-1, new_size * count)
+                scatter(arena, new, new_offset, data)
+
+
+def copy_tokens(
+    arena: torch.Tensor,
+    source_address: int,
+    source_kind: PageKind,
+    destination_address: int,
+    destination_kind: PageKind,
+    num_tokens: int,
+    geometry: KVGeometry,
+) -> None:
+    """Copy on write: the first ``num_tokens`` tokens of a sealed page into an appendable page.
+
+    Layers of one format in both kinds are copied byte for byte, the page's other tokens with
+    them (those slots are the destination's to overwrite); others are decoded and appended.
+
+    Raises:
+        ValueError: more tokens than a page holds, or a destination that is not appendable.
+    """
+    if not 0 <= num_tokens <= geometry.page_size:
+        raise ValueError(f"{num_tokens} tokens are not 0 to {geometry.page_size}")
+    source = torch.tensor([source_address], dtype=torch.int64, device=arena.device)
+    destination = torch.tensor([destination_address], dtype=torch.int64, device=arena.device)
+    slots = torch.arange(num_tokens, device=arena.device)
+    for run in _layer_runs(source_kind, destination_kind):
+        if not isinstance(run.destination, AppendableFormat):
+            raise ValueError(f"pages of kind {destination_kind.name!r} cannot be appended to")
+        size = run.source.layer_bytes(geometry)
+        offset = source_kind.layer_offset(run.first_layer, geometry)
+        new_offset = destination_kind.layer_offset(run.first_layer, geometry)
+        data = gather(arena, source, offset, size * run.num_layers)
+        if run.source == run.destination:
+            scatter(arena, destination, new_offset, data)
+            continue
+        k, v = run.source.decode(data.view(-1, size), geometry)
+        for index in range(run.num_layers):
+            start = new_offset + index * run.destination.layer_bytes(geometry)
+            byte_offsets = (destination * GRANULE + start).expand(num_tokens)
+            run.destination.append(
+                arena, byte_offsets, slots, k[index, :num_tokens], v[index, :num_tokens], geometry
+            )
+
+
+def read_page(
+    arena: torch.Tensor, address: int, kind: PageKind, layer: int, geometry: KVGeometry
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of one layer of one page: rotated, float32 ``[page_size, H, D]`` each."""
+    format_ = kind.formats[layer]
+    addresses = torch.tensor([address], dtype=torch.int64, device=arena.device)
+    offset = kind.layer_offset(layer, geometry)
+    data = gather(arena, addresses, offset, format_.layer_bytes(geometry))
+    k, v = format_.decode(data, geometry)
+    return k[0], v[0]
