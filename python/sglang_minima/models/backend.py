@@ -1,0 +1,25 @@
+"""The seam between a model and whoever stores its KV cache."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class AttentionBackend(Protocol):
+    """Stores the keys and values of a batch and attends over them; one call per layer and step."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Causal attention of one layer, softmax scale head_dim ** -0.5.
+
+        Args:
+            layer: index in [0, num_layers); calls come in this order.
+            q: [N, num_heads, head_dim] after norm and RoPE, contiguous.
+            k: [N, num_kv_heads, head_dim] after norm and RoPE, contiguous.
+            v: [N, num_kv_heads, head_dim], possibly a strided view.
+
+        Returns:
+            [N, num_heads, head_dim], dtype of q.
+        """
+        ...

@@ -1,0 +1,118 @@
+"""Building blocks of the dense decoder families: norm, RoPE, attention and MLP with fused weights.
+
+Everything works on a ragged batch: the N tokens of any number of requests, one after another.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sglang_minima.models.backend import AttentionBackend
+from sglang_minima.models.config import ModelConfig
+from sglang_minima.models.rope import frequencies
+
+
+class RMSNorm(nn.Module):
+    """x * rsqrt(mean(x²) + eps) * weight over the last dimension, the mean in float32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Linear(nn.Module):
+    """y = x Wᵀ + b; weight [outputs, inputs]. Never initialised: the loader fills it."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(outputs), requires_grad=False) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class Rotary(nn.Module):
+    """cos and sin of the positions of a batch, made once per forward pass for all layers."""
+
+    inverse: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self._frequencies = frequencies(config.rope_theta, config.head_dim, config.rope_scaling)
+        self.register_buffer("inverse", torch.empty(config.head_dim // 2), persistent=False)
+
+    def materialise(self, device: torch.device) -> None:
+        """Fills the frequencies, float32 whatever the model's dtype: positions need the bits."""
+        self.inverse = torch.tensor(self._frequencies.inverse, dtype=torch.float32, device=device)
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions int64 [N] -> cos, sin float32 [N, 1, head_dim / 2]."""
+        angles = positions[:, None, None].to(torch.float32) * self.inverse
+        cos, sin = angles.cos(), angles.sin()
+        amplitude = self._frequencies.amplitude
+        return (cos, sin) if amplitude == 1.0 else (cos * amplitude, sin * amplitude)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE in the half-split layout: plane i is (x[i], x[i + D/2]).
+
+    Args:
+        x: [N, heads, D].
+        cos, sin: float32 [N, 1, D / 2].
+
+    Returns:
+        [N, heads, D], contiguous, dtype of x (the products are in float32).
+    """
+    first, second = x.float().chunk(2, dim=-1)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return rotated.to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Projections around the attention backend; q, k and v come from one matrix product."""
+
+    def __init__(
+        self, config: ModelConfig, layer: int, qkv_bias: bool, output_bias: bool, qk_norm: bool
+    ) -> None:
+        super().__init__()
+        self.layer = layer
+        self.num_heads = config.num_heads
+        self.num_kv_heads = config.num_kv_heads
+        self.head_dim = config.head_dim
+        rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        self.qkv_proj = Linear(config.hidden_size, rows, qkv_bias)
+        self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size, output_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_eps) if qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_eps) if qk_norm else None
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, backend: AttentionBackend) -> Tensor:
+        heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
+        q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        attended = backend.attend(self.layer, q, k, v).reshape(x.shape[0], -1)
+        out: Tensor = self.o_proj(attended)
+        return out
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x)); gate and up are one matrix product."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        inner, bias = config.intermediate_size, config.mlp_bias
+        self.gate_up_proj = Linear(config.hidden_size, 2 * inner, bias)
+        self.down_proj = Linear(inner, config.hidden_size, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        out: Tensor = self.down_proj(F.silu(gate) * up)
+        return out
