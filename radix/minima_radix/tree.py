@@ -1,0 +1,412 @@
+"""RadixTree: page-aligned edges over token ids, one root per namespace.
+
+The tree knows pages only as integers: `PageLifecycle` takes and drops their references. Nothing
+here costs time proportional to the number of cached prefixes, except `walk`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat
+from typing import NamedTuple
+
+from minima_radix.eviction import POLICIES, VictimQueue
+from minima_radix.node import TOKEN_BYTES, Node, common_tokens, token_bytes
+from minima_radix.pins import PinQueue
+from minima_radix.types import LifecycleError, Namespace
+
+
+class MatchResult(NamedTuple):
+    """The longest cached run of whole pages, and the page that matches partly."""
+
+    node: Node | None
+    """Node in which the run ends; None when no whole page matches."""
+    pages: list[int]
+    """Addresses of the whole pages, in order."""
+    partial_page: int | None
+    """Page that shares the next 1 .. page_size-1 tokens, the longest such run, or None."""
+    partial_tokens: int
+    node_pages: int
+    """How many pages of `node` belong to the run."""
+
+
+class InsertResult(NamedTuple):
+    """Where inserted pages are now."""
+
+    node: Node
+    """Ends exactly with the last inserted page."""
+    twins: list[int]
+    """Pages that the tree already had for the first len(twins) pages: it keeps its own."""
+
+
+class EvictedPage(NamedTuple):
+    """A page that left the tree, and the node it was the last page of."""
+
+    page: int
+    node: Node
+
+
+class RadixTree:
+    """The prefix cache's index.
+
+    Args:
+        page_size: tokens of a page.
+        policy: name of an eviction policy (see `eviction.POLICIES`).
+        clock: seconds, never running backwards; times of access and of pins.
+    """
+
+    def __init__(
+        self,
+        page_size: int,
+        policy: str = "lru",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if page_size < 1:
+            raise ValueError("page_size must be at least 1")
+        if policy not in POLICIES:
+            raise ValueError(f"unknown eviction policy {policy!r}; known: {', '.join(POLICIES)}")
+        self.page_size = page_size
+        self.policy = policy
+        self._clock = clock
+        self._page_bytes = page_size * TOKEN_BYTES
+        self._roots: dict[Namespace, Node] = {}
+        self._node_of: dict[int, Node] = {}
+        self._victims = VictimQueue(POLICIES[policy])
+        self._pins = PinQueue()
+        self.locked_pages = 0
+        """Pages of nodes that live requests use."""
+        self._pinned_pages = 0
+        self._protected_pages = 0  # locked or pinned
+
+    # ---- counters
+
+    @property
+    def total_pages(self) -> int:
+        """Pages in the tree."""
+        return len(self._node_of)
+
+    @property
+    def pinned_pages(self) -> int:
+        """Pages that pins protect, whether or not a request uses them too."""
+        self._expire_pins()
+        return self._pinned_pages
+
+    @property
+    def evictable_pages(self) -> int:
+        """Pages that eviction may take, leaf after leaf."""
+        self._expire_pins()
+        return len(self._node_of) - self._protected_pages
+
+    @property
+    def victim_operations(self) -> int:
+        """Heap operations that finding victims has cost so far."""
+        return self._victims.operations
+
+    # ---- match
+
+    def match(
+        self, namespace: Namespace, tokens: Sequence[int], limit: int | None = None
+    ) -> MatchResult:
+        """Longest cached prefix of `tokens` (int32 ids; `array('i')` is fastest).
+
+        At most `limit` tokens count, whole and partial page together. Counts as a hit and as an
+        access of all nodes used. The result may end inside a node and holds nothing: `lock` it
+        before anything else may change the tree.
+        """
+        data = token_bytes(tokens if limit is None else tokens[:limit])
+        now = self._clock()
+        root = self._roots.get(namespace)
+        if root is None:
+            return MatchResult(None, [], None, 0, 0)
+        node, taken = root, 0
+        pages: list[int] = []
+        for step, step_pages in self._descend(root, data):
+            node, taken = step, step_pages
+            node.last_access = now
+            node.hits += 1
+            pages.extend(node.pages[:taken])
+        partial_page, partial_tokens = None, 0
+        rest = data[len(pages) * self._page_bytes :][: self._page_bytes]
+        if rest and taken < len(node.pages):
+            following = node.key[taken * self._page_bytes : (taken + 1) * self._page_bytes]
+            partial_tokens = common_tokens(following, rest)
+            if partial_tokens:
+                partial_page = node.pages[taken]
+        elif rest and (nearest := node.nearest_child(rest)) is not None:
+            child, partial_tokens = nearest
+            child.last_access = now
+            partial_page = child.pages[0]
+        return MatchResult(node if pages else None, pages, partial_page, partial_tokens, taken)
+
+    def probe(self, namespace: Namespace, tokens: Sequence[int], limit: int | None = None) -> int:
+        """Tokens of whole cached pages that `match` would find; changes nothing."""
+        root = self._roots.get(namespace)
+        if root is None:
+            return 0
+        data = token_bytes(tokens if limit is None else tokens[:limit])
+        return sum(taken for _, taken in self._descend(root, data)) * self.page_size
+
+    def _descend(self, node: Node, data: bytes) -> Iterator[tuple[Node, int]]:
+        """The nodes below `node` along `data`, each with its number of equal whole pages."""
+        size = self._page_bytes
+        offset = 0
+        while len(data) - offset >= size:
+            child = node.children.get(data[offset : offset + size])
+            if child is None:
+                return
+            taken = child.common_pages(data, offset, size)
+            whole = taken == len(child.pages)
+            yield child, taken
+            if not whole:
+                return
+            offset += taken * size
+            node = child
+
+    # ---- insert
+
+    def insert(
+        self,
+        namespace: Namespace,
+        parent: Node | None,
+        tokens: Sequence[int],
+        pages: Sequence[int],
+        priority: int = 0,
+    ) -> InsertResult:
+        """Binds pages to the position at the end of `parent` (None: the root).
+
+        `tokens` are those of `pages` alone, len(pages) * page_size of them. Pages that the tree
+        already has are not replaced: see `InsertResult.twins`; the others are the tree's from
+        now on. Where `parent` is locked, one of its locks is the caller's; it stays where it is.
+        """
+        data = token_bytes(tokens)
+        if not pages or len(data) != len(pages) * self._page_bytes:
+            raise ValueError(f"{len(data) // TOKEN_BYTES} tokens do not fill {len(pages)} pages")
+        now = self._clock()
+        node = self._root(namespace) if parent is None else parent
+        twins: list[int] = []
+        for child, taken in self._descend(node, data):
+            node = child if taken == len(child.pages) else self._split(child, taken)
+            self._touch(node, now, priority)
+            twins.extend(node.pages)
+        if len(twins) < len(pages):
+            new = pages[len(twins) :]
+            key = data[len(twins) * self._page_bytes :]
+            # A lock of somebody else means that his pages end where the node ends now.
+            if self._may_grow(node, own_locks=1 if node is parent else 0):
+                self._account(node, -1)
+                node.key += key
+                node.pages.extend(new)
+                self._account(node, 1)
+            else:
+                child = Node(namespace, node, node.end, key, new)
+                node.add_child(key[: self._page_bytes], child)
+                node = child
+            self._node_of.update(zip(new, repeat(node)))
+            self._touch(node, now, priority)
+            self._victims.offer(node)
+        return InsertResult(node, twins)
+
+    def replace(self, page: int, position: int, new_page: int) -> None:
+        """Puts `new_page` where `page` is (its `position` counts pages from the root)."""
+        if not self.is_at(page, position):
+            raise LifecycleError(f"page {page} is not at position {position}")
+        node = self._node_of[page]
+        node.pages[position - node.start] = new_page
+        del self._node_of[page]
+        self._node_of[new_page] = node
+
+    def is_at(self, page: int, position: int) -> bool:
+        """Whether the page is in the tree with `position` pages above it."""
+        node = self._node_of.get(page)
+        return (
+            node is not None
+            and node.start <= position < node.end
+            and node.pages[position - node.start] == page
+        )
+
+    def position_of(self, page: int) -> int | None:
+        """How many pages stand before the page in its sequence; None when not in the tree."""
+        node = self._node_of.get(page)
+        return None if node is None else node.start + node.pages.index(page)
+
+    @staticmethod
+    def _may_grow(node: Node, own_locks: int) -> bool:
+        return (
+            node.parent is not None
+            and not node.children
+            and node.lock_count <= own_locks
+            and not node.pin_count
+        )
+
+    def _root(self, namespace: Namespace) -> Node:
+        root = self._roots.get(namespace)
+        if root is None:
+            root = self._roots[namespace] = Node(namespace, None, 0, b"", ())
+        return root
+
+    def _touch(self, node: Node, now: float, priority: int) -> None:
+        node.last_access = now
+        node.priority = max(node.priority, priority)
+
+    def _split(self, node: Node, count: int) -> Node:
+        """Cuts a node after `count` pages; returns the new upper part.
+
+        The lower part keeps its identity, since locks, pins and queue entries mean its end.
+        """
+        parent = node.parent
+        assert parent is not None and 0 < count < len(node.pages)
+        size = self._page_bytes
+        upper = Node(
+            node.namespace, parent, node.start, node.key[: count * size], node.pages[:count]
+        )
+        upper.last_access, upper.hits, upper.priority = node.last_access, node.hits, node.priority
+        upper.lock_count, upper.pin_count = node.lock_count, node.pin_count
+        parent.children[bytes(node.key[:size])] = upper
+        del node.key[: count * size]
+        del node.pages[:count]
+        node.start += count
+        node.parent = upper
+        upper.add_child(bytes(node.key[:size]), node)
+        self._node_of.update(zip(upper.pages, repeat(upper)))
+        return upper
+
+    # ---- locks
+
+    def lock(self, node: Node, node_pages: int) -> Node:
+        """Protects the path to the first `node_pages` pages of `node` from eviction.
+
+        Splits the node when the run ends inside it. Returns the node that ends with the run:
+        `unlock` takes that one.
+        """
+        if node_pages < len(node.pages):
+            node = self._split(node, node_pages)
+        self._protect(node, None, 1, 0)
+        return node
+
+    def move_lock(self, node: Node, deeper: Node) -> None:
+        """Moves a lock from `node` to a node below it (or to itself)."""
+        self._protect(deeper, node, 1, 0)
+
+    def unlock(self, node: Node) -> None:
+        """Takes a lock back; the node may become a victim."""
+        if not node.lock_count:
+            raise LifecycleError("unlock of a node that is not locked")
+        self._protect(node, None, -1, 0)
+        self._victims.offer(node)
+
+    def _protect(self, node: Node, above: Node | None, locks: int, pins: int) -> None:
+        """Adds locks and pins to the path from `node` up to, not including, `above`."""
+        for step in node.path():
+            if step is above:
+                return
+            self._account(step, -1)
+            step.lock_count += locks
+            step.pin_count += pins
+            self._account(step, 1)
+
+    def _account(self, node: Node, sign: int) -> None:
+        """Adds a node's pages to the counters, or takes them out before the node changes."""
+        pages = sign * len(node.pages)
+        if node.lock_count:
+            self.locked_pages += pages
+        if node.pin_count:
+            self._pinned_pages += pages
+        if node.lock_count or node.pin_count:
+            self._protected_pages += pages
+
+    # ---- pins
+
+    def pin(self, namespace: Namespace, tokens: Sequence[int], ttl_seconds: float) -> int:
+        """Keeps the cached prefix of `tokens` from eviction for a time.
+
+        Returns the number of tokens pinned: whole cached pages only, maybe fewer than given.
+        Pinning the same prefix again sets a new time.
+        """
+        root = self._roots.get(namespace)
+        found = [] if root is None else list(self._descend(root, token_bytes(tokens)))
+        if not found:
+            return 0
+        node, taken = found[-1]
+        if taken < len(node.pages):
+            node = self._split(node, taken)
+        if node.pinned_until is None:
+            self._protect(node, None, 0, 1)
+        self._pins.push(node, self._clock() + ttl_seconds)
+        return node.end * self.page_size
+
+    def unpin(self, namespace: Namespace, tokens: Sequence[int]) -> int:
+        """Ends the longest pin on the path of `tokens`; returns its tokens (0: no pin)."""
+        root = self._roots.get(namespace)
+        if root is None:
+            return 0
+        path = [
+            node
+            for node, taken in self._descend(root, token_bytes(tokens))
+            if taken == len(node.pages) and node.pinned_until is not None
+        ]
+        if not path:
+            return 0
+        self._end_pin(path[-1])
+        return path[-1].end * self.page_size
+
+    def break_pin(self) -> bool:
+        """Ends the pin that would expire first; False when there is none."""
+        node = self._pins.first()
+        if node is None:
+            return False
+        self._end_pin(node)
+        return True
+
+    def _expire_pins(self) -> None:
+        if self._pins:  # the clock is not free
+            now = self._clock()
+            while (node := self._pins.first(expired_at=now)) is not None:
+                self._end_pin(node)
+
+    def _end_pin(self, node: Node) -> None:
+        node.pinned_until = None
+        self._protect(node, None, 0, -1)
+        self._victims.offer(node)
+
+    # ---- eviction
+
+    def evict_page(self, keep: int | None = None) -> EvictedPage | None:
+        """Takes the last page of the best victim out of the tree, never the page `keep`.
+
+        None when every leaf is locked or pinned (or ends with `keep`).
+        """
+        self._expire_pins()
+        node = self._victims.victim(keep)
+        if node is None:
+            return None
+        page = node.pages.pop()
+        del self._node_of[page]
+        if node.pages:
+            del node.key[-self._page_bytes :]
+        else:
+            self._remove(node)
+        return EvictedPage(page, node)
+
+    def _remove(self, node: Node) -> None:
+        parent = node.parent
+        assert parent is not None
+        parent.remove_child(bytes(node.key))
+        node.parent = None  # no longer evictable: its queue entry is dropped when it comes up
+        self._victims.offer(parent)
+        if parent.parent is None and not parent.children:
+            del self._roots[parent.namespace]
+
+    # ---- inspection
+
+    def walk(self) -> Iterator[Node]:
+        """All nodes with pages, every parent before its children. O(nodes)."""
+        waiting = list(self._roots.values())
+        while waiting:
+            node = waiting.pop()
+            if node.parent is not None:
+                yield node
+            waiting.extend(node.children.values())
+
+    def __contains__(self, page: int) -> bool:
+        return page in self._node_of
