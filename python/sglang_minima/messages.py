@@ -109,6 +109,8 @@ class TokenOutput(msgspec.Struct, array_like=True):
     no_stop_trim: bool = False
     first_token_time: float = 0.0
     """time.time() when the first token was sampled (0 before)."""
+    stop: list[str] = []
+    """With the first output: the stop strings, whose possible beginnings are not streamed."""
 
 
 class TokenBatch(msgspec.Struct, tag=True, array_like=True):
@@ -123,6 +125,9 @@ class TextOutput(msgspec.Struct, array_like=True):
     text: str
     """New text since the last output of this rid (never half a character)."""
     output: TokenOutput
+    trim: int = 0
+    """Characters to take back from the end of the earlier text before `text` is added: a match of
+    a stop pattern may begin in text that has already been sent."""
 
 
 class TextBatch(msgspec.Struct, tag=True, array_like=True):

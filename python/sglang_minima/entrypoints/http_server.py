@@ -1,0 +1,161 @@
+"""The HTTP server: the application, its start and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from sglang_minima.entrypoints.auth import BearerAuth
+from sglang_minima.entrypoints.errors import HttpError, json_response, openai_error
+from sglang_minima.entrypoints.info_api import ServerStatus, add_info_routes, probe
+from sglang_minima.entrypoints.metrics import ServerMetrics
+from sglang_minima.entrypoints.native_api import add_native_routes
+from sglang_minima.entrypoints.openai_api import add_openai_routes
+from sglang_minima.processes import LaunchError, ProcessGroup
+from sglang_minima.server_args import ServerArgs
+from sglang_minima.tokenization.manager import ModelLimits, TokenizerManager
+from sglang_minima.tokenization.tokenizer import Tokenizer
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+logger = logging.getLogger(__name__)
+
+_DRAIN_SECONDS = 10
+"""How long running requests may go on after the server was asked to end."""
+_BACKLOG = 2048
+
+
+class HttpServer:
+    """Serves one launched model until a signal, or the death of a process, ends it.
+
+    Args:
+        args: settings, with `model_path` resolved.
+        model_name: name in `/v1/models`.
+        info: what the scheduler reported when it was ready.
+        group: the running processes.
+        tokenizer: of the model.
+    """
+
+    def __init__(
+        self,
+        args: ServerArgs,
+        model_name: str,
+        info: dict[str, Any],
+        group: ProcessGroup,
+        tokenizer: Tokenizer,
+    ) -> None:
+        self._args = args
+        self._group = group
+        self._tokenizer = tokenizer
+        self._limits = ModelLimits.from_info(info)
+        self._metrics = ServerMetrics(model_name, args.log_requests)
+        self._status = ServerStatus(args, model_name, info, time.time())
+        self._death: str | None = None
+        config = uvicorn.Config(
+            self._app(),
+            loop="uvloop",
+            log_config=None,
+            access_log=args.log_level == "debug",
+            timeout_graceful_shutdown=_DRAIN_SECONDS,
+            backlog=_BACKLOG,
+        )
+        self._server = uvicorn.Server(config)
+        for name in ("uvicorn", "uvicorn.error"):
+            logging.getLogger(name).setLevel(
+                logging.DEBUG if args.log_level == "debug" else logging.WARNING
+            )
+
+    def run(self, listener: socket.socket) -> str | None:
+        """Serves on a bound socket; returns why a process died, or None after a clean end."""
+        self._server.run(sockets=[listener])
+        return self._death
+
+    def _app(self) -> FastAPI:
+        app = FastAPI(
+            title="sglang_minima",
+            lifespan=self._lifespan,
+            docs_url=None,
+            redoc_url=None,
+            openapi_url=None,
+        )
+        app.add_exception_handler(HTTPException, _http_exception)
+        app.add_exception_handler(Exception, _unexpected)
+        if self._args.api_key is not None:
+            app.add_middleware(BearerAuth, api_key=self._args.api_key)
+        return app
+
+    @asynccontextmanager
+    async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+        loop = asyncio.get_running_loop()
+        manager = TokenizerManager(
+            self._args, self._limits, self._tokenizer, self._group.addresses, self._metrics
+        )
+        add_info_routes(app, manager, self._status, self._metrics)
+        add_native_routes(app, manager)
+        add_openai_routes(app, manager, self._status.model_name)
+
+        def died(reason: str) -> None:
+            self._death = self._death or reason
+            logger.error("%s; the server ends", reason)
+            manager.fail(reason)
+            self._server.should_exit = True
+
+        self._group.watch(loop, died)
+        warmup = loop.create_task(self._warm_up(manager))
+        try:
+            yield
+        finally:
+            self._group.unwatch(loop)
+            warmup.cancel()
+            await asyncio.gather(warmup, return_exceptions=True)
+            await manager.close()
+
+    async def _warm_up(self, manager: TokenizerManager) -> None:
+        """Answers one request before the server says that it is healthy."""
+        if not self._args.skip_server_warmup:
+            await probe(manager)
+        self._status.ready = True
+        logger.info("Ready to serve.")
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket, so that a port in use is known before a model is loaded.
+
+    Raises:
+        LaunchError: the address cannot be used.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise LaunchError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+    return listener
+
+
+async def _http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = str(error.detail)
+    if error.status_code == 404:
+        message = f"there is no route {request.url.path}"
+    elif error.status_code == 405:
+        message = f"{request.url.path} does not take {request.method}"
+    failure = HttpError(error.status_code, message)
+    return json_response(openai_error(failure), failure.status)
+
+
+async def _unexpected(request: Request, error: Exception) -> Response:
+    logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    failure = HttpError(500, f"internal error: {type(error).__name__}")
+    return json_response(openai_error(failure), 500)

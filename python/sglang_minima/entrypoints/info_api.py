@@ -1,0 +1,180 @@
+"""Routes that tell about the server: health, model, settings, load and metrics."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI
+from prometheus_client import CONTENT_TYPE_LATEST
+from sglang_minima import __version__
+from sglang_minima.entrypoints.errors import HttpError, json_response, openai_error
+from sglang_minima.entrypoints.metrics import ServerMetrics
+from sglang_minima.entrypoints.replies import WEIGHT_VERSION
+from sglang_minima.entrypoints.sse import answering_errors
+from sglang_minima.sampling_params import SamplingParams
+from sglang_minima.server_args import ServerArgs
+from sglang_minima.tokenization.inputs import PromptInput
+from sglang_minima.tokenization.manager import TokenizerManager
+from sglang_minima.tokenization.state import EngineDead
+from starlette.requests import Request
+from starlette.responses import Response
+
+HEALTH_SECONDS = 20.0
+
+
+@dataclass
+class ServerStatus:
+    """What the information routes report beside the scheduler's own numbers."""
+
+    args: ServerArgs
+    model_name: str
+    model_info: dict[str, Any]
+    """What the scheduler reported when it was ready."""
+    started: float
+    ready: bool = False
+    """False until the first request of the server to itself has been answered."""
+
+
+def model_info(status: ServerStatus) -> dict[str, Any]:
+    """The answer of `/model_info`."""
+    return {
+        "model_path": status.model_name,
+        "served_model_name": status.model_name,
+        "tokenizer_path": status.args.tokenizer_path or status.args.model_path,
+        "is_generation": True,
+        "preferred_sampling_params": None,
+        "weight_version": WEIGHT_VERSION,
+        "load_format": status.args.load_format,
+        "reasoning_parser": None,
+        "tool_call_parser": None,
+        "disaggregation_mode": "null",
+        "has_image_understanding": False,
+        "has_audio_understanding": False,
+        "model_type": status.model_info["model_type"],
+        "architectures": status.model_info["architectures"],
+    }
+
+
+def server_info(status: ServerStatus, scheduler: dict[str, Any]) -> dict[str, Any]:
+    """The answer of `/server_info`: settings, the model's facts, the scheduler's numbers."""
+    return {
+        **status.args.to_dict(),
+        **status.model_info,
+        **scheduler,
+        "model_path": status.model_name,
+        "served_model_name": status.model_name,
+        "tokenizer_path": status.args.tokenizer_path or status.args.model_path,
+        "tp_size": 1,
+        "dp_size": 1,
+        "startup_time": status.started,
+        "internal_states": [scheduler],
+        "version": __version__,
+        "frontend": "python",
+    }
+
+
+async def probe(manager: TokenizerManager) -> None:
+    """Generates one token; raises when the engine cannot."""
+    sampling = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
+    rid = f"HEALTH_CHECK_{uuid.uuid4().hex}"
+    generation = await manager.submit([PromptInput(prompt=[0], sampling=sampling, rid=rid)])
+    try:
+        await generation.wait()
+    finally:
+        generation.abort()
+
+
+def add_info_routes(
+    app: FastAPI, manager: TokenizerManager, status: ServerStatus, metrics: ServerMetrics
+) -> None:
+    """Adds the information routes, in both spellings where there are two."""
+
+    def healthy() -> bool:
+        return status.ready and manager.dead is None
+
+    async def scheduler_info() -> dict[str, Any]:
+        reply = await manager.control("info")
+        return dict(reply.value)
+
+    async def health(request: Request) -> Response:
+        return Response(status_code=200 if healthy() else 503)
+
+    async def health_generate(request: Request) -> Response:
+        import asyncio
+
+        if not healthy():
+            return Response(status_code=503)
+        try:
+            await asyncio.wait_for(probe(manager), HEALTH_SECONDS)
+        except (TimeoutError, EngineDead):
+            return Response(status_code=503)
+        return Response(status_code=200)
+
+    async def get_model_info(request: Request) -> Response:
+        return json_response(model_info(status))
+
+    @answering_errors(openai_error)
+    async def get_server_info(request: Request) -> Response:
+        return json_response(server_info(status, await scheduler_info()))
+
+    @answering_errors(openai_error)
+    async def get_metrics(request: Request) -> Response:
+        text = metrics.render(await scheduler_info())
+        return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
+
+    @answering_errors(openai_error)
+    async def get_load(request: Request) -> Response:
+        return json_response([_load(await scheduler_info(), manager)])
+
+    @answering_errors(openai_error)
+    async def loads(request: Request) -> Response:
+        entry = _load(await scheduler_info(), manager)
+        return json_response(
+            {
+                "timestamp": time.time(),
+                "version": __version__,
+                "dp_rank_count": 1,
+                "loads": [entry],
+                "aggregate": {key: value for key, value in entry.items() if key != "dp_rank"},
+            }
+        )
+
+    async def profile(request: Request) -> Response:
+        return Response(status_code=200)
+
+    @answering_errors(openai_error)
+    async def concatenate(request: Request) -> Response:
+        raise HttpError(
+            501,
+            "requests cannot be concatenated on the server; set "
+            "sglang.global_config.enable_parallel_encoding = False in the frontend",
+        )
+
+    for path in ("/health", "/ready", "/ping"):
+        app.add_route(path, health, ["GET"])
+    app.add_route("/health_generate", health_generate, ["GET"])
+    for path in ("/model_info", "/get_model_info"):
+        app.add_route(path, get_model_info, ["GET"])
+    for path in ("/server_info", "/get_server_info"):
+        app.add_route(path, get_server_info, ["GET"])
+    app.add_route("/metrics", get_metrics, ["GET"])
+    app.add_route("/get_load", get_load, ["GET"])
+    app.add_route("/v1/loads", loads, ["GET"])
+    for path in ("/start_profile", "/stop_profile"):
+        app.add_route(path, profile, ["GET", "POST"])
+    app.add_route("/concate_and_append_request", concatenate, ["POST"])
+
+
+def _load(info: dict[str, Any], manager: TokenizerManager) -> dict[str, Any]:
+    waiting = info.get("num_queue_reqs", 0)
+    return {
+        "dp_rank": 0,
+        "num_reqs": manager.num_running,
+        "num_running_reqs": info.get("num_running_reqs", manager.num_running),
+        "num_waiting_reqs": waiting,
+        "num_tokens": info.get("num_used_tokens", 0),
+        "max_total_num_tokens": manager.limits.max_total_tokens,
+    }

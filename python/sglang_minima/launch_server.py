@@ -1,0 +1,123 @@
+"""Starts the HTTP server: `python -m sglang_minima.launch_server --model-path ...`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from sglang_minima.processes import (
+    LaunchError,
+    ProcessMain,
+    configure_logging,
+    one_line,
+    resolve_model,
+    start,
+)
+from sglang_minima.server_args import ServerArgs, parse_args
+
+logger = logging.getLogger("sglang_minima")
+
+EMBEDDED_MODEL_NAME = "SmolLM2-135M-Instruct"
+
+
+def main(argv: list[str] | None = None, scheduler: ProcessMain | None = None) -> int:
+    """Runs a server until it ends.
+
+    Args:
+        argv: command-line arguments (default: those of this process).
+        scheduler: main function of the scheduler process (default: the real one).
+
+    Returns:
+        The exit code: 0 after SIGTERM or Ctrl-C, 1 when it could not start or a process died.
+    """
+    args = parse_args(argv)
+    configure_logging(args.log_level)
+    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGINT, _end)
+    try:
+        return _serve(args, scheduler)
+    except LaunchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def model_name(args: ServerArgs) -> str:
+    """The name in `/v1/models` and `/model_info`."""
+    return args.served_model_name or args.model_path or EMBEDDED_MODEL_NAME
+
+
+def load_tokenizer(args: ServerArgs) -> Any:
+    """The tokenizer of a resolved model.
+
+    Raises:
+        LaunchError: it cannot be loaded.
+    """
+    from sglang_minima.tokenization.tokenizer import Tokenizer
+
+    try:
+        return Tokenizer.load(args.tokenizer_path or str(args.model_path), args.chat_template)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise LaunchError(f"the tokenizer cannot be loaded: {one_line(error)}") from None
+
+
+def _serve(args: ServerArgs, scheduler: ProcessMain | None) -> int:
+    from sglang_minima.entrypoints.http_server import HttpServer, bind
+
+    with bind(args.host, args.port) as listener:
+        name = model_name(args)
+        args = resolve_model(args)
+        group = start(args, scheduler)
+        try:
+            tokenizer = load_tokenizer(args)
+            info = group.wait_ready()
+            _announce(args, name, info, listener)
+            death = HttpServer(args, name, info, group, tokenizer).run(listener)
+        finally:
+            group.stop()
+    if death is not None:
+        print(f"error: {death}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _announce(args: ServerArgs, name: str, info: dict[str, Any], listener: socket.socket) -> None:
+    """What runs where, how much fits, and a request to try."""
+    host, port = args.host, listener.getsockname()[1]
+    reachable = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
+    key = " -H 'Authorization: Bearer <api key>'" if args.api_key else ""
+    logger.info(
+        "%s runs on %s in %s (KV profile %s): %s tokens fit, context %s, page size %s; "
+        "listening on http://%s:%d, process %d.",
+        Path(name).name,
+        info["device"],
+        info["dtype"],
+        args.kv_profile,
+        f"{info['max_total_num_tokens']:,}",
+        f"{info['context_length']:,}",
+        info["page_size"],
+        host,
+        port,
+        os.getpid(),
+    )
+    logger.info(
+        "Try: curl http://%s:%d/v1/chat/completions -H 'Content-Type: application/json'%s "
+        '-d \'{"messages": [{"role": "user", "content": "What is the capital of France?"}]}\'',
+        reachable,
+        port,
+        key,
+    )
+
+
+def _end(signum: int, frame: FrameType | None) -> None:
+    # Also reached after the HTTP server has drained: it raises the signal once more at its end.
+    raise SystemExit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

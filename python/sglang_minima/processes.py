@@ -1,0 +1,212 @@
+"""Starts the processes of a server, watches them, and ends them.
+
+Children die with their parent (kernel death signal, and a watch for platforms and threads where
+that signal does not help); the parent learns at once when a child dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import dataclasses
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from sglang_minima.channels import Addresses
+from sglang_minima.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+ProcessMain = Callable[[ServerArgs, Addresses, Connection], None]
+"""Main function of a child; sends {"ok": True, "info": {...}} or {"ok": False, "error": ...}."""
+
+_PR_SET_PDEATHSIG = 1
+_STOP_SECONDS = 5.0
+
+
+class LaunchError(RuntimeError):
+    """The server cannot start; the message is one line for the person who started it."""
+
+
+def configure_logging(level: str) -> None:
+    """One line per record on stderr, for this process."""
+    logging.basicConfig(
+        level=level.upper(),
+        format="[%(asctime)s] %(levelname)s %(message)s",
+        datefmt="%Y-%m-%d %H:%M:%S",
+        force=True,
+    )
+    # Libraries that report every request or file at INFO would drown the server's own lines.
+    for name in ("httpx", "urllib3", "transformers", "asyncio"):
+        logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
+
+
+class ProcessGroup:
+    """The children of one server: started at once, ready after `wait_ready`."""
+
+    def __init__(self, args: ServerArgs, mains: dict[str, ProcessMain]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.addresses = Addresses.create()
+        self._processes: dict[str, BaseProcess] = {}
+        self._pipes: dict[str, Connection] = {}
+        # The death signal follows the *thread* that forked: only the main thread outlives them.
+        signalled = threading.current_thread() is threading.main_thread()
+        parent = os.getpid() if signalled else None
+        for name, main in mains.items():
+            receiving, sending = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_run_child,
+                args=(main, args, self.addresses, sending, parent),
+                name=f"sglang_minima {name}",
+                daemon=True,
+            )
+            process.start()
+            sending.close()
+            self._processes[name], self._pipes[name] = process, receiving
+
+    def wait_ready(self) -> dict[str, Any]:
+        """Waits for all children; returns what they say about themselves.
+
+        Raises:
+            LaunchError: a child reported an error or died.
+        """
+        info: dict[str, Any] = {}
+        waiting: dict[Any, str] = {pipe: name for name, pipe in self._pipes.items()}
+        while waiting:
+            for pipe in connection.wait(list(waiting)):
+                name = waiting.pop(pipe)
+                try:
+                    report = self._pipes[name].recv()
+                except EOFError:
+                    raise LaunchError(f"{self._obituary(name)} while starting") from None
+                if not report["ok"]:
+                    raise LaunchError(str(report["error"]))
+                info.update(report["info"])
+        return info
+
+    def watch(self, loop: asyncio.AbstractEventLoop, on_death: Callable[[str], None]) -> None:
+        """Calls `on_death(reason)` in `loop` once for every child that ends."""
+        for name, process in self._processes.items():
+
+            def died(name: str = name, sentinel: int = process.sentinel) -> None:
+                loop.remove_reader(sentinel)
+                on_death(self._obituary(name))
+
+            loop.add_reader(process.sentinel, died)
+
+    def unwatch(self, loop: asyncio.AbstractEventLoop) -> None:
+        for process in self._processes.values():
+            loop.remove_reader(process.sentinel)
+
+    def stop(self) -> None:
+        """Ends the children and removes the ipc directory; can be called more than once."""
+        for process in self._processes.values():
+            process.terminate()
+        deadline = time.monotonic() + _STOP_SECONDS
+        for process in self._processes.values():
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.exitcode is None:
+                process.kill()
+                process.join()
+        shutil.rmtree(self.addresses.directory, ignore_errors=True)
+
+    def _obituary(self, name: str) -> str:
+        process = self._processes[name]
+        process.join(_STOP_SECONDS)
+        return f"the {name} process died ({describe_exit(process.exitcode)})"
+
+
+def start(args: ServerArgs, scheduler: ProcessMain | None = None) -> ProcessGroup:
+    """Starts the scheduler and the detokenizer; `args.model_path` is a resolved directory."""
+    from sglang_minima.tokenization.detokenizer import run_detokenizer
+
+    if scheduler is None:
+        from sglang_minima.scheduler.process import run_scheduler
+
+        scheduler = run_scheduler
+    return ProcessGroup(args, {"scheduler": scheduler, "detokenizer": run_detokenizer})
+
+
+def resolve_model(args: ServerArgs) -> ServerArgs:
+    """`args` with `model_path` a directory in Hugging Face format.
+
+    Raises:
+        LaunchError: there is no such model, or it cannot be converted.
+    """
+    from sglang_minima.models.resolve import resolve_model_path
+
+    try:
+        directory = resolve_model_path(args.model_path, args.download_model)
+    except (ValueError, OSError, RuntimeError) as error:
+        raise LaunchError(one_line(error)) from None
+    return dataclasses.replace(args, model_path=str(directory))
+
+
+def one_line(error: BaseException) -> str:
+    """The message of an error without line breaks."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def describe_exit(code: int | None) -> str:
+    """ "exit code 1", or "killed by SIGKILL; ..." for a negative code."""
+    if code is None or code >= 0:
+        return f"exit code {code}"
+    name = signal.Signals(-code).name
+    hint = "; the system may be out of memory" if name == "SIGKILL" else ""
+    return f"killed by {name}{hint}"
+
+
+def _run_child(
+    main: ProcessMain,
+    args: ServerArgs,
+    addresses: Addresses,
+    ready: Connection,
+    parent: int | None,
+) -> None:
+    """Entry point of every child process."""
+    _die_with_parent(parent)
+    # Ctrl-C reaches the whole process group; the parent decides when the children end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    configure_logging(args.log_level)
+    try:
+        main(args, addresses, ready)
+    except Exception as error:
+        logger.exception("a server process failed")
+        _report_failure(ready, one_line(error))
+        sys.exit(1)
+
+
+def _report_failure(ready: Connection, message: str) -> None:
+    try:
+        ready.send({"ok": False, "error": message})
+    except OSError:
+        # The parent has stopped listening: it reads the exit code instead.
+        return
+
+
+def _die_with_parent(parent: int | None) -> None:
+    if parent is not None and sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+    owner = multiprocessing.parent_process()
+    if owner is not None:
+        threading.Thread(
+            target=_exit_after, args=(owner,), name="parent watch", daemon=True
+        ).start()
+
+
+def _exit_after(owner: Any) -> None:
+    owner.join()
+    os._exit(1)

@@ -1,0 +1,208 @@
+"""A scheduler process without a model: it answers each prompt with its own tokens, in a cycle.
+
+Sample i of a prompt begins at prompt token i. A rid steers it: "slow..." takes 50 ms a token,
+"die..." ends the process, "refuse..." is refused with status 503.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+from sglang_minima.channels import Addresses, Receiver, Sender
+from sglang_minima.messages import (
+    AbortRequest,
+    ControlReply,
+    ControlRequest,
+    FinishReason,
+    GenerateRequest,
+    LogProbs,
+    TokenBatch,
+    TokenOutput,
+    ToScheduler,
+)
+from sglang_minima.server_args import ServerArgs
+from sglang_minima.tokenization.tokenizer import Tokenizer
+
+CONTEXT_LENGTH = 512
+MAX_TOTAL_TOKENS = 400
+CACHED_TOKENS = 2
+
+
+@dataclass
+class Running:
+    request: GenerateRequest
+    output: list[int] = field(default_factory=list)
+    due: float = 0.0
+    announced: bool = False
+
+
+def logprobs(ids: list[int], request: GenerateRequest, first_known: bool) -> LogProbs:
+    """The log-probability of token t is -(t % 7 + 1) / 8; exact in float32 and JSON."""
+
+    def value(token: int) -> float:
+        return -(token % 7 + 1) / 8
+
+    top: list[Any] | None = None
+    chosen: list[Any] | None = None
+    tokens: list[tuple[float | None, int]] = [(value(token), token) for token in ids]
+    if request.top_logprobs_num:
+        top = [
+            [(value(token + step), token + step) for step in range(request.top_logprobs_num)]
+            for token in ids
+        ]
+    if request.token_ids_logprob:
+        chosen = [[(value(token), token) for token in request.token_ids_logprob] for _ in ids]
+    if tokens and not first_known:
+        tokens[0] = (None, ids[0])
+        top, chosen = [None, *top[1:]] if top else top, [None, *chosen[1:]] if chosen else chosen
+    return LogProbs(tokens, top, chosen)
+
+
+class FakeScheduler:
+    def __init__(self, args: ServerArgs, addresses: Addresses) -> None:
+        self.tokenizer = Tokenizer.load(str(args.model_path))
+        self.receiver: Receiver[ToScheduler] = Receiver(addresses.scheduler, ToScheduler)
+        self.detokenizer = Sender(addresses.detokenizer)
+        self.frontend = Sender(addresses.frontend)
+        self.running: dict[str, Running] = {}
+        self.aborted: list[str] = []
+        self.requests: list[dict[str, Any]] = []
+
+    def info(self) -> dict[str, Any]:
+        return {
+            "model_path": "fake",
+            "model_type": "llama",
+            "architectures": ["LlamaForCausalLM"],
+            "vocab_size": self.tokenizer.vocab_size,
+            "context_length": CONTEXT_LENGTH,
+            "max_total_num_tokens": MAX_TOTAL_TOKENS,
+            "page_size": 16,
+            "device": "cpu",
+            "dtype": "float32",
+        }
+
+    def live_info(self) -> dict[str, Any]:
+        kind = {"pages_used": 3, "pages_free": 1, "bytes_used": 300, "bytes_free": 100}
+        return {
+            **self.info(),
+            "num_running_reqs": len(self.running),
+            "num_queue_reqs": 0,
+            "num_used_tokens": 17,
+            "token_usage": 0.25,
+            "cache": {
+                "arena_bytes": 400,
+                "kinds": {"fp8": {**kind, "bytes_slab_waste": 0}},
+                "pages_used": 3,
+                "pages_evictable": 2,
+                "pages_locked": 1,
+                "compression_vs_bf16": 2.0,
+                "retier_backlog": 0,
+                "counters": {"sealed": 5},
+            },
+            "statistics": {"last_gen_throughput": 12.5, "cache_hit_rate": 0.5},
+            "routes": [{"operation": "decode", "route": "torch", "reason": "", "count": 9}],
+            "aborted": self.aborted,
+            "requests": self.requests[-8:],
+        }
+
+    def serve(self) -> None:
+        while True:
+            message = self.receiver.receive(0.002 if self.running else None)
+            for item in [] if message is None else [message, *self.receiver.drain()]:
+                self.handle(item)
+            now = time.monotonic()
+            due = [running for running in self.running.values() if running.due <= now]
+            if due:
+                self.detokenizer.send(TokenBatch([self.step(running, now) for running in due]))
+
+    def handle(self, message: ToScheduler) -> None:
+        if isinstance(message, GenerateRequest):
+            if message.rid.startswith("die"):
+                os._exit(7)
+            self.requests.append({"rid": message.rid, "salt": message.salt})
+            self.running[message.rid] = Running(message)
+        elif isinstance(message, AbortRequest):
+            running = self.running.pop(message.rid, None)
+            if running is not None:
+                self.aborted.append(message.rid)
+                finish = FinishReason("abort", message="aborted by the client")
+                self.detokenizer.send(TokenBatch([self.output(running, [], finish)]))
+        else:
+            self.frontend.send(self.control(message))
+
+    def control(self, message: ControlRequest) -> ControlReply:
+        if message.method == "info":
+            return ControlReply(message.id, True, self.live_info())
+        return ControlReply(message.id, not self.running)
+
+    def step(self, running: Running, now: float) -> TokenOutput:
+        request = running.request
+        if request.rid.startswith("slow"):
+            running.due = now + 0.05
+        if request.rid.startswith("refuse"):
+            del self.running[request.rid]
+            finish = FinishReason("abort", message="no room", status_code=503)
+            return self.output(running, [], finish)
+        if request.sampling.max_new_tokens == 0:
+            del self.running[request.rid]
+            return self.output(running, [], FinishReason("length"))
+        ids = request.input_ids
+        token = ids[(len(running.output) + request.seed_offset) % len(ids)]
+        running.output.append(token)
+        finish = self.finish(running)
+        if finish is not None:
+            del self.running[request.rid]
+        return self.output(running, [token], finish)
+
+    def finish(self, running: Running) -> FinishReason | None:
+        sampling, token = running.request.sampling, running.output[-1]
+        eos = frozenset() if sampling.ignore_eos else self.tokenizer.eos_token_ids
+        if token in eos or token in sampling.stop_token_ids:
+            return FinishReason("stop", token)
+        text = self.tokenizer.decode(running.output)
+        for stop in sampling.stop:
+            if stop in text:
+                return FinishReason("stop", stop)
+        if len(running.output) >= sampling.max_new_tokens:
+            return FinishReason("length", sampling.max_new_tokens)
+        return None
+
+    def output(self, running: Running, ids: list[int], finish: FinishReason | None) -> TokenOutput:
+        request, first = running.request, not running.announced
+        running.announced = True
+        given = made = None
+        if request.return_logprob:
+            made = logprobs(ids, request, True)
+            if first and request.logprob_start_len >= 0:
+                start = request.logprob_start_len
+                given = logprobs(request.input_ids[start:], request, start > 0)
+        sampling = request.sampling
+        return TokenOutput(
+            rid=request.rid,
+            new_ids=ids,
+            finish=finish,
+            prompt_tokens=len(request.input_ids),
+            completion_tokens=len(running.output),
+            cached_tokens=CACHED_TOKENS,
+            cached_by_tier={"fp8": CACHED_TOKENS},
+            input_logprobs=given,
+            output_logprobs=made,
+            prompt_tail=request.input_ids[-6:] if first else None,
+            skip_special_tokens=sampling.skip_special_tokens,
+            spaces_between_special_tokens=sampling.spaces_between_special_tokens,
+            no_stop_trim=sampling.no_stop_trim,
+            stop=sampling.stop if first else [],
+        )
+
+
+def run_fake_scheduler(args: ServerArgs, addresses: Addresses, ready: Connection) -> None:
+    scheduler = FakeScheduler(args, addresses)
+    if args.served_model_name == "broken":
+        ready.send({"ok": False, "error": "the weights are missing"})
+        return
+    ready.send({"ok": True, "info": scheduler.info()})
+    scheduler.serve()
