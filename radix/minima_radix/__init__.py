@@ -12,9 +12,10 @@ from minima_radix.eviction import POLICIES
 from minima_radix.lifecycle import Admission, PageLifecycle, Sealed
 from minima_radix.node import Node
 from minima_radix.pool import PagePool, PageReferences, PoolStats, ReadLease
+from minima_radix.results import EvictedPage, InsertResult, MatchResult
 from minima_radix.slabs import KindStats, PageKindSpec, choose_slab_granules
 from minima_radix.table import RequestTable
-from minima_radix.tree import EvictedPage, InsertResult, MatchResult, RadixTree
+from minima_radix.tree import RadixTree
 from minima_radix.types import (
     InvariantViolation,
     LifecycleError,

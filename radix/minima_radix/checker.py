@@ -46,6 +46,8 @@ def _pool_faults(pool: PagePool) -> list[str]:
             if not open_leases or open_leases[0] > entry.read_until:
                 faults.append(f"page {entry.page} is lost: no holder and no lease keeps it")
         states[entry.kind][state] += 1
+    cache_only = {e.page for e in pool.references() if not (e.requests or e.conversions)}
+    cache_only &= {e.page for e in pool.references() if e.cached}
     occupied: list[range] = []
     for name, kind in stats.kinds.items():
         counted = states[name]
@@ -68,6 +70,8 @@ def _pool_faults(pool: PagePool) -> list[str]:
             if not 0 < len(pages) <= per_slab:
                 faults.append(f"{name}: a slab of {per_slab} pages has {len(pages)} in use")
             occupied += [range(page, page + kind.page_granules) for page in pages]
+        if kind.evictable_slabs != sum(cache_only.issuperset(pages) for pages in slabs):
+            faults.append(f"{name}: {kind.evictable_slabs} evictable slabs are not what is found")
         if sum(map(len, slabs)) != counted.total():
             faults.append(f"{name}: pages in use outside the slabs of the kind")
     occupied.sort(key=lambda span: span.start)

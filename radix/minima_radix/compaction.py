@@ -69,7 +69,7 @@ class Compactor:
         for page in pages:
             if page in self._converting or self._pool.is_limbo(page):
                 continue  # leaves by itself
-            if not self._is_sealed(page):
+            if self._pool.conversion_holders(page) or not self._is_sealed(page):
                 return []
             moves.append(page)
         return moves

@@ -63,7 +63,7 @@ class Converter:
             if kind == self._pool.kind_of(page):
                 destination = self._pool.allocate_beside(page, _CONVERSION, holder)
             else:
-                self._room.make(kind, 1, keep=page)
+                self._room.make(kind, 1, source=page)
                 destination = self._pool.allocate(kind, _CONVERSION, holder)
         except OutOfPages:
             self._pool.release(page, _CONVERSION, holder)

@@ -86,7 +86,9 @@ class PageLifecycle:
         """Conversions in flight, by source page."""
         self._holder_ids = count(1)
         self._compactor = Compactor(pool, tree, self.tables, self.conversions)
-        self._room = Room(pool, tree, durable_quota_granules, self._compactor, self.counters)
+        self._room = Room(
+            pool, tree, recent_kind, durable_quota_granules, self._compactor, self.counters
+        )
         self._converter = Converter(
             pool,
             tree,
@@ -279,9 +281,9 @@ class PageLifecycle:
         return self._room.flush()
 
     def obtainable(self, kind: str) -> int:
-        """Pages of the kind that can be had without preempting anybody: free ones and those that
-        eviction, with compaction of the other kinds, can free. O(kinds)."""
-        return self.pool.attainable(kind)
+        """Pages of the kind that can be had without preempting anybody: free ones, and those that
+        eviction and compaction of other sealed kinds can free. O(kinds)."""
+        return self._room.obtainable(kind)
 
 
 def _hold(hold: tuple[int, int]) -> tuple[int, ReferenceKind, int]:

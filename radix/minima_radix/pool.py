@@ -162,8 +162,7 @@ class PagePool:
         self._attach(record, page, reference, holder)
         after = record.state()
         if after is not before:
-            record.book.states[before] -= 1
-            record.book.states[after] += 1
+            self._restate(page, record.book, before, after)
 
     def release(self, page: int, reference: ReferenceKind, holder: int) -> None:
         """Drops a reference; with the last one the page is free, once no open lease may read it.
@@ -178,9 +177,7 @@ class PagePool:
         after = record.state()
         if after is before:
             return
-        states = record.book.states
-        states[before] -= 1
-        states[after] += 1
+        self._restate(page, record.book, before, after)
         if after is _READER:
             if self._leases and next(iter(self._leases)) <= record.read_until:
                 heapq.heappush(self._limbo, (record.read_until, page))
@@ -221,17 +218,21 @@ class PagePool:
         book = self._book(kind)
         return book.free + len(self._free_slabs) * book.per_slab
 
-    def attainable(self, kind: str) -> int:
-        """Upper bound of `available(kind)` once all pages that only the cache holds are evicted.
+    def attainable(self, kind: str, movable_kinds: Collection[str] = ()) -> int:
+        """What `available(kind)` becomes once all pages that only the cache holds are evicted.
 
-        Reached when pages of other kinds are moved together (compaction). O(kinds).
+        For `movable_kinds`: once the pages that stay are moved together as well. O(kinds).
         """
         own = self._book(kind)
         slabs = len(self._free_slabs)
-        for book in self._books.values():
-            if book is not own:
+        for name, book in self._books.items():
+            if book is own:
+                continue
+            if name in movable_kinds:
                 staying = book.used - book.states[_CACHE]
                 slabs += len(book.slabs) + -staying // book.per_slab
+            else:
+                slabs += book.evictable_slabs
         return own.free + own.states[_CACHE] + slabs * own.per_slab
 
     def free_in_slabs(self, kind: str) -> int:
@@ -245,6 +246,10 @@ class PagePool:
     def request_holders(self, page: int) -> Collection[int]:
         """Rids of the requests that hold the page."""
         return tuple(self._record(page).requests)
+
+    def conversion_holders(self, page: int) -> Collection[int]:
+        """Ids of the conversions and copies that hold the page."""
+        return tuple(self._record(page).conversions)
 
     def is_cached(self, page: int) -> bool:
         """Whether the tree holds the page."""
@@ -314,13 +319,27 @@ class PagePool:
     def _take(self, record: _Page, index: int) -> int:
         page = self._slabs[index].take(record.book)
         self._pages[page] = record
-        record.book.states[record.state()] += 1
+        state = record.state()
+        record.book.states[state] += 1
+        if state is not _CACHE:
+            record.book.hold(self._slabs[index])
         return page
+
+    def _restate(
+        self, page: int, book: KindBook, before: ReferenceKind, after: ReferenceKind
+    ) -> None:
+        book.states[before] -= 1
+        book.states[after] += 1
+        if before is _CACHE:
+            book.hold(self._slabs[page // self.slab_granules])
+        elif after is _CACHE:
+            book.let_go(self._slabs[page // self.slab_granules])
 
     def _free(self, page: int) -> None:
         book = self._pages.pop(page).book
         book.states[_READER] -= 1
         index = page // self.slab_granules
+        book.let_go(self._slabs[index])
         if self._slabs[index].give(page, book):
             book.remove_slab(index)
             heapq.heappush(self._free_slabs, index)

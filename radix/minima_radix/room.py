@@ -19,6 +19,7 @@ class Room:
         self,
         pool: PagePool,
         tree: RadixTree | None,
+        recent_kind: str,
         durable_quota_granules: int | None,
         compactor: Compactor,
         counters: LifecycleCounters,
@@ -26,29 +27,40 @@ class Room:
         self._pool = pool
         self._tree = tree
         self._quota = durable_quota_granules
+        # Open pages cannot move: a slab of the Recent kind may have some.
+        self._sealed_kinds = tuple(k.name for k in pool.kinds if k.name != recent_kind)
         self._compactor = compactor
         self._counters = counters
 
-    def make(self, kind: str, pages: int, keep: int | None = None) -> None:
-        """Evicts until `pages` of the kind can be allocated; never the page `keep`.
+    def obtainable(self, kind: str) -> int:
+        """Pages of the kind that are free, or will be by eviction and compaction. O(kinds)."""
+        return self._pool.attainable(kind, self._sealed_kinds)
 
-        Stops evicting and raises `OutOfPages` with a `compactable_kind` as soon as the free pages
-        of the other kinds add up to the slabs that are wanted: moving those pages together is
-        cheaper than losing the cache. Raises at once, evicting nothing, when eviction cannot
-        suffice. Pins are broken last, the one that would end first before the others: a pin
-        outranks the rest of the cache, never a live request.
+    def make(self, kind: str, pages: int, source: int | None = None) -> None:
+        """Evicts until `pages` of the kind can be allocated, or raises `OutOfPages`.
+
+        Raises before it evicts anything when eviction cannot suffice. Stops evicting as soon as
+        the free pages of other kinds add up to the slabs that are wanted, and names the kind to
+        compact: moving pages together is cheaper than losing the cache. Where those pages cannot
+        move now, a live request goes on evicting until a slab runs empty; a conversion (of
+        `source`, which is never evicted) gives up, since it can be tried again later.
+
+        Pins are broken last, the one that would end first before the others: a pin outranks the
+        rest of the cache, never a live request.
         """
         pool = self._pool
-        hopeless = False  # looking for pages to move is not free: once is enough
+        movable = self._sealed_kinds
         while pool.available(kind) < pages:
-            if pool.attainable(kind) < pages:
-                raise OutOfPages(kind)
-            if not hopeless and self._compactor.slabs_suffice(kind, pages):
+            if movable and self._compactor.slabs_suffice(kind, pages):
                 compactable = self._compactor.kind_to_compact(kind)
                 if compactable is not None:
                     raise OutOfPages(kind, compactable)
-                hopeless = True
-            if not self.evict(keep) and not self._break_pin():
+                if source is not None:
+                    raise OutOfPages(kind)
+                movable = ()
+            if pool.attainable(kind, movable) < pages:
+                raise OutOfPages(kind)
+            if not self.evict(source) and not self._break_pin():
                 raise OutOfPages(kind)
 
     def evict(self, keep: int | None = None) -> bool:

@@ -72,16 +72,19 @@ class KindStats(NamedTuple):
     """Held by a conversion or a copy, and by no request."""
     reader_pages: int
     """Kept only until the batches in flight are done."""
+    evictable_slabs: int
+    """Slabs whose pages are all held by the cache alone: eviction can give them back."""
 
 
 class Slab:
     """A run of granules that belongs to one kind, or to none."""
 
-    __slots__ = ("base", "free", "fresh", "used")
+    __slots__ = ("base", "free", "fresh", "held", "used")
 
     def __init__(self, base: int) -> None:
         self.base = base
         self.used = 0
+        self.held = 0  # pages that somebody besides the cache holds
         self.fresh = 0  # pages from this index on were never taken since the slab was empty
         self.free: list[int] = []
 
@@ -120,6 +123,7 @@ class KindBook:
         self.per_slab = slab_granules // spec.granules
         self.slabs: set[int] = set()
         self.used = 0
+        self.evictable_slabs = 0
         self.states = [0] * len(ReferenceKind)
         self._open: list[int] = []  # heap of slab indices; may hold full or lost slabs
         self._queued: set[int] = set()  # the members of that heap, each once
@@ -140,13 +144,25 @@ class KindBook:
 
     def add_slab(self, index: int, slab: Slab) -> None:
         """Gives the kind an empty slab."""
-        assert slab.used == 0
+        assert slab.used == 0 and slab.held == 0
         self.slabs.add(index)
+        self.evictable_slabs += 1
         self.reopen(index)
 
     def remove_slab(self, index: int) -> None:
         """Takes a slab that has become empty away from the kind."""
         self.slabs.remove(index)
+        self.evictable_slabs -= 1
+
+    def hold(self, slab: Slab) -> None:
+        """Counts a page of the slab that from now on not only the cache holds."""
+        self.evictable_slabs -= slab.held == 0
+        slab.held += 1
+
+    def let_go(self, slab: Slab) -> None:
+        """Counts a page of the slab that from now on only the cache holds, or nobody."""
+        slab.held -= 1
+        self.evictable_slabs += slab.held == 0
 
     def reopen(self, index: int) -> None:
         """Notes that the slab has a free page."""
@@ -169,4 +185,5 @@ class KindBook:
             cache_pages=self.states[ReferenceKind.CACHE],
             conversion_pages=self.states[ReferenceKind.CONVERSION],
             reader_pages=self.states[ReferenceKind.READER],
+            evictable_slabs=self.evictable_slabs,
         )

@@ -9,42 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
-from typing import NamedTuple
 
 from minima_radix.eviction import POLICIES, VictimQueue
 from minima_radix.node import TOKEN_BYTES, Node, common_tokens, token_bytes
-from minima_radix.pins import PinQueue
+from minima_radix.protection import Protection
+from minima_radix.results import EvictedPage, InsertResult, MatchResult
 from minima_radix.types import LifecycleError, Namespace
-
-
-class MatchResult(NamedTuple):
-    """The longest cached run of whole pages, and the page that matches partly."""
-
-    node: Node | None
-    """Node in which the run ends; None when no whole page matches."""
-    pages: list[int]
-    """Addresses of the whole pages, in order."""
-    partial_page: int | None
-    """Page that shares the next 1 .. page_size-1 tokens, the longest such run, or None."""
-    partial_tokens: int
-    node_pages: int
-    """How many pages of `node` belong to the run."""
-
-
-class InsertResult(NamedTuple):
-    """Where inserted pages are now."""
-
-    node: Node
-    """Ends exactly with the last inserted page."""
-    twins: list[int]
-    """Pages that the tree already had for the first len(twins) pages: it keeps its own."""
-
-
-class EvictedPage(NamedTuple):
-    """A page that left the tree, and the node it was the last page of."""
-
-    page: int
-    node: Node
 
 
 class RadixTree:
@@ -73,11 +43,7 @@ class RadixTree:
         self._roots: dict[Namespace, Node] = {}
         self._node_of: dict[int, Node] = {}
         self._victims = VictimQueue(POLICIES[policy])
-        self._pins = PinQueue()
-        self.locked_pages = 0
-        """Pages of nodes that live requests use."""
-        self._pinned_pages = 0
-        self._protected_pages = 0  # locked or pinned
+        self._protection = Protection()
 
     # ---- counters
 
@@ -87,16 +53,21 @@ class RadixTree:
         return len(self._node_of)
 
     @property
+    def locked_pages(self) -> int:
+        """Pages of nodes that live requests use."""
+        return self._protection.locked_pages
+
+    @property
     def pinned_pages(self) -> int:
         """Pages that pins protect, whether or not a request uses them too."""
         self._expire_pins()
-        return self._pinned_pages
+        return self._protection.pinned_pages
 
     @property
     def evictable_pages(self) -> int:
         """Pages that eviction may take, leaf after leaf."""
         self._expire_pins()
-        return len(self._node_of) - self._protected_pages
+        return len(self._node_of) - self._protection.protected_pages
 
     @property
     def victim_operations(self) -> int:
@@ -125,7 +96,7 @@ class RadixTree:
             node, taken = step, step_pages
             node.last_access = now
             node.hits += 1
-            pages.extend(node.pages[:taken])
+            pages += node.pages[:taken].tolist()
         partial_page, partial_tokens = None, 0
         rest = data[len(pages) * self._page_bytes :][: self._page_bytes]
         if rest and taken < len(node.pages):
@@ -194,10 +165,9 @@ class RadixTree:
             key = data[len(twins) * self._page_bytes :]
             # A lock of somebody else means that his pages end where the node ends now.
             if self._may_grow(node, own_locks=1 if node is parent else 0):
-                self._account(node, -1)
                 node.key += key
                 node.pages.extend(new)
-                self._account(node, 1)
+                self._protection.grown(node, len(new))
             else:
                 child = Node(namespace, node, node.end, key, new)
                 node.add_child(key[: self._page_bytes], child)
@@ -281,39 +251,19 @@ class RadixTree:
         """
         if node_pages < len(node.pages):
             node = self._split(node, node_pages)
-        self._protect(node, None, 1, 0)
+        self._protection.lock(node)
         return node
 
     def move_lock(self, node: Node, deeper: Node) -> None:
         """Moves a lock from `node` to a node below it (or to itself)."""
-        self._protect(deeper, node, 1, 0)
+        self._protection.lock(deeper, above=node)
 
     def unlock(self, node: Node) -> None:
         """Takes a lock back; the node may become a victim."""
         if not node.lock_count:
             raise LifecycleError("unlock of a node that is not locked")
-        self._protect(node, None, -1, 0)
+        self._protection.unlock(node)
         self._victims.offer(node)
-
-    def _protect(self, node: Node, above: Node | None, locks: int, pins: int) -> None:
-        """Adds locks and pins to the path from `node` up to, not including, `above`."""
-        for step in node.path():
-            if step is above:
-                return
-            self._account(step, -1)
-            step.lock_count += locks
-            step.pin_count += pins
-            self._account(step, 1)
-
-    def _account(self, node: Node, sign: int) -> None:
-        """Adds a node's pages to the counters, or takes them out before the node changes."""
-        pages = sign * len(node.pages)
-        if node.lock_count:
-            self.locked_pages += pages
-        if node.pin_count:
-            self._pinned_pages += pages
-        if node.lock_count or node.pin_count:
-            self._protected_pages += pages
 
     # ---- pins
 
@@ -330,9 +280,7 @@ class RadixTree:
         node, taken = found[-1]
         if taken < len(node.pages):
             node = self._split(node, taken)
-        if node.pinned_until is None:
-            self._protect(node, None, 0, 1)
-        self._pins.push(node, self._clock() + ttl_seconds)
+        self._protection.pin(node, self._clock() + ttl_seconds)
         return node.end * self.page_size
 
     def unpin(self, namespace: Namespace, tokens: Sequence[int]) -> int:
@@ -352,21 +300,23 @@ class RadixTree:
 
     def break_pin(self) -> bool:
         """Ends the pin that would expire first; False when there is none."""
-        node = self._pins.first()
+        node = self._protection.first_pin()
         if node is None:
             return False
         self._end_pin(node)
         return True
 
     def _expire_pins(self) -> None:
-        if self._pins:  # the clock is not free
+        if self._protection.may_have_pins:
             now = self._clock()
-            while (node := self._pins.first(expired_at=now)) is not None:
+            while (node := self._protection.first_pin()) is not None:
+                assert node.pinned_until is not None
+                if node.pinned_until > now:
+                    return
                 self._end_pin(node)
 
     def _end_pin(self, node: Node) -> None:
-        node.pinned_until = None
-        self._protect(node, None, 0, -1)
+        self._protection.unpin(node)
         self._victims.offer(node)
 
     # ---- eviction
