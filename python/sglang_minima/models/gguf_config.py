@@ -135,10 +135,14 @@ def _rope(file: GGUFFile, get: Any, theta: float, head_dim: int) -> dict[str, An
         # config.json states the unstretched length for this kind, GGUF the stretched one.
         raise UnsupportedModel("GGUF files with linear rope scaling are not supported.")
     if kind == "yarn":
+        if get("rope.scaling.attn_factor", 1.0) != 1.0:
+            raise UnsupportedModel("GGUF yarn with its own attention factor is not supported.")
         return {
             "rope_type": "yarn",
             "factor": _shortest(factor),
             "original_max_position_embeddings": original,
+            "beta_fast": _shortest(get("rope.scaling.yarn_beta_fast", 32.0)),
+            "beta_slow": _shortest(get("rope.scaling.yarn_beta_slow", 1.0)),
         }
     raise UnsupportedModel(f"GGUF rope scaling {kind} is not supported.")
 

@@ -35,6 +35,7 @@ _FAMILIES = {
     "qwen2": "qwen2",
     "deepseek-r1-qwen": "qwen2",
 }
+_END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
 _END_NAMES = ("<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|endoftext|>", "</s>")
 
 
@@ -56,30 +57,34 @@ def convert_tokenizer(metadata: Mapping[str, Any]) -> ConvertedTokenizer:
             pre-tokenizer) and sentencepiece-BPE.
         ModelLoadError: the token tables are missing or contradict each other.
     """
+    try:
+        return _convert(metadata)
+    except ModelLoadError:
+        raise
+    # tokenizers raises bare Exception for tables that contradict each other.
+    except Exception as error:
+        raise ModelLoadError(f"The GGUF file's token tables are broken: {error}.") from None
+
+
+def _convert(metadata: Mapping[str, Any]) -> ConvertedTokenizer:
     kind = metadata.get("tokenizer.ggml.model")
     tokens = metadata.get("tokenizer.ggml.tokens")
     types = metadata.get("tokenizer.ggml.token_type")
     if tokens is None or types is None or len(tokens) != len(types):
         raise ModelLoadError("The GGUF file has no complete token table.")
-    try:
-        if kind == "gpt2":
-            tokenizer, add_bos = _byte_level_bpe(metadata, tokens)
-        elif kind == "llama":
-            tokenizer, add_bos = _sentencepiece_bpe(metadata, tokens, types)
-        else:
-            raise UnsupportedModel(
-                f"GGUF tokenizer {kind} is not supported; supported are gpt2 and llama."
-            )
-        _add_tokens(tokenizer, tokens, types)
-    except (KeyError, ValueError, TypeError) as error:
-        raise ModelLoadError(f"The GGUF file's token tables are broken: {error}.") from None
+    if kind == "gpt2":
+        tokenizer, add_bos = _byte_level_bpe(metadata, tokens)
+    elif kind == "llama":
+        tokenizer, add_bos = _sentencepiece_bpe(metadata, tokens, types)
+    else:
+        raise UnsupportedModel(
+            f"GGUF tokenizer {kind} is not supported; supported are gpt2 and llama."
+        )
+    _add_tokens(tokenizer, tokens, types)
     _set_template(tokenizer, metadata, tokens, add_bos)
     ends = {metadata[key] for key in _END_KEYS if key in metadata}
     ends |= {i for i, text in enumerate(tokens) if types[i] == _CONTROL and text in _END_NAMES}
     return ConvertedTokenizer(tokenizer, _config(metadata, tokens), sorted(ends))
-
-
-_END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
 
 
 def _byte_level_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> tuple[Tokenizer, bool]:
@@ -189,7 +194,7 @@ def _config(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:
     named = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     for name, key in named.items():
         index = metadata.get(f"tokenizer.ggml.{key}_token_id")
-        if index is not None and index < len(tokens):
+        if index is not None:
             config[f"{name}_token"] = tokens[index]
     template = metadata.get("tokenizer.chat_template")
     if template is not None:
