@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -57,7 +56,7 @@ class HttpServer:
         self._tokenizer = tokenizer
         self._limits = ModelLimits.from_info(info)
         self._metrics = ServerMetrics(model_name, args.log_requests)
-        self._status = ServerStatus(args, model_name, info, time.time())
+        self._status = ServerStatus.begin(args, model_name, info)
         self._death: str | None = None
         config = uvicorn.Config(
             self._app(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from dataclasses import dataclass
@@ -36,6 +37,11 @@ class ServerStatus:
     started: float
     ready: bool = False
     """False until the first request of the server to itself has been answered."""
+
+    @classmethod
+    def begin(cls, args: ServerArgs, model_name: str, model_info: dict[str, Any]) -> ServerStatus:
+        """The status of a server that starts now."""
+        return cls(args, model_name, model_info, time.time())
 
 
 def model_info(status: ServerStatus) -> dict[str, Any]:
@@ -103,8 +109,6 @@ def add_info_routes(
         return Response(status_code=200 if healthy() else 503)
 
     async def health_generate(request: Request) -> Response:
-        import asyncio
-
         if not healthy():
             return Response(status_code=503)
         try:

@@ -39,7 +39,7 @@ _LABELLED_GAUGES = {
     "kv_events": (("event",), "Page life-cycle events since the start"),
     "routes": (
         ("operation", "route", "reason"),
-        "Work served by each kernel route since the start",
+        "Work served by each kernel route so far",
     ),
 }
 
