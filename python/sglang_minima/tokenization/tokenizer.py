@@ -43,6 +43,7 @@ class Tokenizer:
     def __init__(self, inner: PreTrainedTokenizerFast, config: ModelConfig) -> None:
         self._inner = inner
         self._backend = inner.backend_tokenizer
+        self._byte_values = _byte_fallback_values(inner)
         self.vocab_size = config.vocab_size
         self.bos_token_id = (
             config.bos_token_id if inner.bos_token_id is None else inner.bos_token_id
@@ -121,6 +122,10 @@ class Tokenizer:
         )
         return texts
 
+    def byte_value(self, token: int) -> int | None:
+        """The byte that a byte-fallback token stands for; None for all other tokens."""
+        return self._byte_values.get(token)
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -191,6 +196,14 @@ def _plain_content(content: Any, where: str) -> str:
             raise ValueError(f"{where} has a part without text")
         texts.append(part["text"])
     return " ".join(texts)
+
+
+def _byte_fallback_values(inner: PreTrainedTokenizerFast) -> dict[int, int]:
+    """Token id -> byte for sentencepiece's tokens <0x00> ... <0xFF>; empty for other models."""
+    if not getattr(inner.backend_tokenizer.model, "byte_fallback", False):
+        return {}
+    ids = ((inner.backend_tokenizer.token_to_id(f"<0x{byte:02X}>"), byte) for byte in range(256))
+    return {token: byte for token, byte in ids if token is not None}
 
 
 def _read_template(template: str) -> str:
