@@ -1,0 +1,1 @@
+"""Where pages, bytes and requests meet: arena, prefix cache, tiers, accounting."""

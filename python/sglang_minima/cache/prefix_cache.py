@@ -1,0 +1,197 @@
+"""The engine's cache: page ownership (`minima_radix`) joined to page bytes (`minima_kernels`)."""
+
+from __future__ import annotations
+
+import numpy as np
+from minima_kernels import PageKind
+from minima_kernels.transfer import copy_tokens
+from minima_radix import (
+    OutOfPages,
+    PageKindSpec,
+    PageLifecycle,
+    PagePool,
+    RadixTree,
+    RequestTable,
+    Sealed,
+)
+
+from sglang_minima.cache.arena import KVArena
+from sglang_minima.cache.controller import TierController
+from sglang_minima.scheduler.request import Request
+from sglang_minima.server_args import ServerArgs
+
+_MIN_COPY_TOKENS = 4
+"""Copy-on-write touches every layer of a page; below this recomputing the tokens is cheaper."""
+
+
+class PrefixCache:
+    """Admits requests onto cached prefixes, gives them pages, seals and releases them."""
+
+    def __init__(self, args: ServerArgs, arena: KVArena) -> None:
+        geometry, profile = arena.geometry, arena.profile
+        self.arena = arena
+        self.profile = profile
+        specs = [PageKindSpec(kind.name, kind.granules(geometry)) for kind in profile.kinds]
+        self.pool = PagePool(specs, arena.granules)
+        self.tree = (
+            None
+            if args.disable_radix_cache
+            else RadixTree(geometry.page_size, policy=args.radix_eviction_policy)
+        )
+        self.lifecycle = PageLifecycle(
+            self.pool,
+            self.tree,
+            geometry.page_size,
+            profile.recent.name,
+            durable_quota_granules=int(args.cache_quota * arena.granules),
+        )
+        self.controller = TierController(self.lifecycle, arena)
+        self.deterministic = args.deterministic_cache
+        self.copied_tokens = 0
+        self._kind_index = {kind.name: index for index, kind in enumerate(profile.kinds)}
+
+    @property
+    def page_size(self) -> int:
+        return self.arena.geometry.page_size
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens of one sequence that fit whatever their tier: the arena filled with Recent pages.
+
+        With two kinds one slab is left out, since each kind may have a slab that is partly full.
+        """
+        slabs = self._num_slabs - (1 if self.profile.compresses else 0)
+        pages = max(slabs, 1) * self.pool.pages_per_slab(self.profile.recent.name)
+        return pages * self.page_size
+
+    @property
+    def stale_capacity_tokens(self) -> int:
+        """Tokens that the arena holds as Stale pages."""
+        return self._num_slabs * self.pool.pages_per_slab(self.profile.stale.name) * self.page_size
+
+    @property
+    def _num_slabs(self) -> int:
+        return self.pool.total_granules // self.pool.slab_granules
+
+    def kind_indices(self, pages: np.ndarray) -> np.ndarray:
+        """Index into `profile.kinds` of each page: int64 addresses [n] -> int8 [n]."""
+        index = self._kind_index
+        kind_of = self.pool.kind_of
+        return np.fromiter((index[kind_of(page)] for page in pages.tolist()), np.int8, len(pages))
+
+    def match_length(self, request: Request) -> int:
+        """Tokens of a waiting request that whole cached pages cover now (nothing is touched)."""
+        if self.tree is None:
+            return 0
+        return self.tree.probe(request.namespace, request.tokens, request.reuse_limit)
+
+    def admit(self, request: Request) -> None:
+        """Gives the request its block table, filled with the cached prefix of its tokens.
+
+        A cached page that the request leaves in its middle is copied up to there into the
+        request's own Recent page (copy-on-write) instead of being recomputed.
+        """
+        # A match in the middle of a page would make the computed chunk depend on the cache.
+        limit = request.reuse_limit
+        admission = self.lifecycle.admit(
+            request.holder, request.namespace, request.tokens, limit, request.message.priority
+        )
+        table = self.lifecycle.table(request.holder)
+        request.table = table
+        request.written = admission.cached_tokens
+        request.retier_cursor = self.profile.anchor_pages
+        by_tier = self._count_by_kind(np.array(admission.pages, dtype=np.int64))
+        if admission.partial_page is not None:
+            copied = 0
+            if not self.deterministic and admission.partial_tokens >= _MIN_COPY_TOKENS:
+                copied = self._copy_on_write(
+                    request, admission.partial_page, admission.partial_tokens
+                )
+                kind = self.pool.kind_of(admission.partial_page)
+                by_tier[kind] = by_tier.get(kind, 0) + copied
+            self.lifecycle.end_copy(request.holder)
+            request.written += copied
+            self.copied_tokens += copied
+        if request.preemptions == 0:
+            request.cached_tokens = min(request.written, request.prompt_len)
+            request.cached_by_tier = {kind: count for kind, count in by_tier.items() if count}
+        self.controller.observe(request)
+
+    def reserve(self, request: Request, num_tokens: int) -> bool:
+        """Makes room for the KV of the next `num_tokens` pending tokens; False when there is none.
+
+        Unreferenced cached pages give way; other requests do not.
+        """
+        table = _running(request)
+        # In deterministic mode rows of the open page may be written and not yet committed.
+        ahead = request.written - table.committed
+        try:
+            self.lifecycle.reserve(request.holder, ahead + num_tokens)
+        except OutOfPages as error:
+            kind = error.compactable_kind
+            if kind is None or not self.controller.compact(kind):
+                return False
+            return self.reserve(request, num_tokens)
+        return True
+
+    def commit(self, request: Request, num_tokens: int) -> list[Sealed]:
+        """Counts `num_tokens` more tokens as written and seals (shares) every page now full."""
+        request.written += num_tokens
+        if not self.deterministic:
+            self.lifecycle.commit(request.holder, num_tokens)
+            sealed = self.lifecycle.seal(request.holder, request.tokens)
+            self.controller.observe(request)
+            return sealed
+        if num_tokens < self.page_size:
+            # Part of a page: it is computed again as a whole before it may be shared.
+            return []
+        self.lifecycle.commit(request.holder, num_tokens)
+        sealed = self.lifecycle.seal(request.holder, request.tokens)
+        self.controller.settle(request)
+        return sealed
+
+    def release(self, request: Request) -> None:
+        """Drops everything the request holds; the one path of finish, abort and preemption."""
+        self.lifecycle.release(request.holder)
+        request.table = None
+        request.written = 0
+
+    def flush(self) -> int:
+        """Evicts every cached page that no request uses; returns how many."""
+        return self.lifecycle.flush()
+
+    def obtainable_tokens(self) -> int:
+        """Estimate of the tokens that new Recent pages could take without preempting anybody."""
+        return self.lifecycle.obtainable(self.profile.recent.name) * self.page_size
+
+    def _copy_on_write(self, request: Request, source: int, num_tokens: int) -> int:
+        if not self.reserve(request, num_tokens):
+            return 0
+        table = _running(request)
+        source_kind = self._kind(source)
+        copy_tokens(
+            self.arena.buffer,
+            source,
+            source_kind,
+            table.pages[-1],
+            self.profile.recent,
+            num_tokens,
+            self.arena.geometry,
+        )
+        self.lifecycle.commit(request.holder, num_tokens)
+        return num_tokens
+
+    def _kind(self, page: int) -> PageKind:
+        return self.profile.kinds[self._kind_index[self.pool.kind_of(page)]]
+
+    def _count_by_kind(self, pages: np.ndarray) -> dict[str, int]:
+        counts = np.bincount(self.kind_indices(pages), minlength=len(self.profile.kinds))
+        return {
+            kind.name: int(count) * self.page_size
+            for kind, count in zip(self.profile.kinds, counts, strict=True)
+        }
+
+
+def _running(request: Request) -> RequestTable:
+    assert request.table is not None, f"request {request.rid} holds no pages"
+    return request.table

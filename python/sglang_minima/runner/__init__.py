@@ -1,0 +1,1 @@
+"""Runs the model over one batch: plans, attention over pages, sampling."""

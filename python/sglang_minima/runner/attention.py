@@ -1,0 +1,66 @@
+"""The attention layer of the engine: stores new KV in Recent pages, attends over mixed pages.
+
+Keys (after RoPE), values and queries are rotated once by an orthogonal matrix; pages of every
+format hold rotated vectors, so scores are unchanged and only the output is rotated back.
+"""
+
+from __future__ import annotations
+
+import torch
+from minima_kernels import Rotation
+from minima_kernels.attention import run_decode, run_extend
+
+from sglang_minima.cache.arena import KVArena
+from sglang_minima.runner.batch import ForwardBatch
+
+
+class PagedAttention:
+    """The `AttentionBackend` that the models call, bound to one batch at a time."""
+
+    def __init__(self, arena: KVArena, rotation: Rotation) -> None:
+        self._arena = arena
+        self._rotation = rotation
+        self._scale = arena.geometry.head_dim**-0.5
+        self._batch: ForwardBatch | None = None
+
+    def bind(self, batch: ForwardBatch) -> None:
+        """Sets the batch that the following `attend` calls belong to."""
+        self._batch = batch
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Stores k and v, attends with q.
+
+        Args:
+            layer: index of the model layer.
+            q: [rows, query heads, head_dim], after RoPE.
+            k: [rows, kv heads, head_dim], after RoPE.
+            v: [rows, kv heads, head_dim].
+
+        Returns:
+            [rows, query heads, head_dim], the dtype of q.
+        """
+        batch = self._batch
+        assert batch is not None, "attend before bind"
+        arena, geometry = self._arena.buffer, self._arena.geometry
+        q, k, v = (self._rotation.forward(x) for x in (q, k, v))
+        kind = self._arena.profile.recent
+        kind.formats[layer].append(
+            arena,
+            batch.page_bytes + kind.layer_offset(layer, geometry),
+            batch.slots,
+            k,
+            v,
+            geometry,
+        )
+        split = batch.extend_rows
+        outputs = []
+        if batch.extend_plan is not None:
+            outputs.append(
+                run_extend(
+                    batch.extend_plan, q[:split], k[:split], v[:split], arena, layer, self._scale
+                ).out
+            )
+        if batch.decode_plan is not None:
+            outputs.append(run_decode(batch.decode_plan, q[split:], arena, layer, self._scale).out)
+        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return self._rotation.inverse(out)

@@ -1,0 +1,187 @@
+"""Samples the next token of every row of a batch, vectorised over the rows.
+
+Each row draws one uniform number from a counter-based hash of (its seed, its output position), so
+a sample depends neither on the batch around it nor on preemptions: the same seed gives the same
+tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from sglang_minima.messages import LogProb
+from sglang_minima.sampling_params import SamplingParams
+
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True)
+class SamplingRow:
+    """What sampling must know about one sequence."""
+
+    params: SamplingParams
+    seed: int
+    output_ids: np.ndarray
+    """int32 ids sampled so far."""
+    prompt_ids: np.ndarray
+    """int32; only read for the repetition penalty."""
+    banned: frozenset[int]
+    """Ids that may not be sampled now (stop ids before min_new_tokens)."""
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) that depends only on its arguments (SplitMix64 finaliser)."""
+    value = (seed * 0x9E3779B97F4A7C15 + (position + 1) * 0xD1B54A32D192ED03) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return ((value ^ (value >> 31)) >> 11) / (1 << 53)
+
+
+def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
+    """Samples one token a row.
+
+    Args:
+        logits: float32 [len(rows), vocab]; not modified.
+        rows: the sequences, in the order of the logits.
+
+    Returns:
+        Token ids, one a row.
+    """
+    logits = _adjust(logits, rows)
+    tokens = logits.argmax(dim=-1)
+    random_rows = [i for i, row in enumerate(rows) if not row.params.greedy]
+    if random_rows:
+        index = torch.tensor(random_rows, device=logits.device)
+        drawn = _draw(logits.index_select(0, index), [rows[i] for i in random_rows])
+        tokens[index] = drawn
+    return tokens.tolist()
+
+
+def _adjust(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    """Penalties, biases and bans; copies the logits only when a row needs a change."""
+    changed = False
+    for i, row in enumerate(rows):
+        params = row.params
+        penalised = (
+            params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1
+        )
+        if not (penalised or params.logit_bias or row.banned):
+            continue
+        if not changed:
+            logits = logits.clone()
+            changed = True
+        if penalised:
+            _penalise(logits[i], row)
+        if params.logit_bias:
+            ids = torch.tensor(list(params.logit_bias), device=logits.device)
+            values = list(params.logit_bias.values())
+            logits[i, ids] += torch.tensor(values, dtype=logits.dtype, device=logits.device)
+        if row.banned:
+            logits[i, torch.tensor(sorted(row.banned), device=logits.device)] = -torch.inf
+    return logits
+
+
+def _penalise(logits: torch.Tensor, row: SamplingRow) -> None:
+    """Applies the three penalties to one row [vocab] in place (definitions as in OpenAI's API)."""
+    params = row.params
+    if params.repetition_penalty != 1:
+        seen = np.unique(np.concatenate((row.prompt_ids, row.output_ids))).astype(np.int64)
+        ids = torch.from_numpy(seen).to(logits.device)
+        values = logits[ids]
+        penalty = params.repetition_penalty
+        logits[ids] = torch.where(values > 0, values / penalty, values * penalty)
+    if params.frequency_penalty or params.presence_penalty:
+        seen, counts = np.unique(row.output_ids, return_counts=True)
+        ids = torch.from_numpy(seen.astype(np.int64)).to(logits.device)
+        count = torch.from_numpy(counts).to(logits.device, logits.dtype)
+        logits[ids] -= params.frequency_penalty * count + params.presence_penalty
+
+
+def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    """Draws from softmax(logits / temperature) cut by top-k, top-p and min-p: int64 [rows]."""
+    device = logits.device
+    temperature = torch.tensor(
+        [[row.params.temperature] for row in rows], dtype=torch.float64, device=device
+    )
+    point = torch.tensor(
+        [[uniform(row.seed, len(row.output_ids))] for row in rows],
+        dtype=torch.float64,
+        device=device,
+    )
+    # Greater temperatures flatten towards uniform; the maximum is subtracted first so that tiny
+    # temperatures cannot overflow.
+    scaled = (logits - logits.amax(-1, keepdim=True)).double() / temperature
+    probs = torch.softmax(scaled, dim=-1)
+    if all(r.params.top_k == -1 and r.params.top_p == 1 and r.params.min_p == 0 for r in rows):
+        return _inverse_cdf(probs, point).squeeze(-1)
+    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(probs.shape[-1], device=device)
+    top_k = [[r.params.top_k if r.params.top_k > 0 else probs.shape[-1]] for r in rows]
+    keep = rank < torch.tensor(top_k, device=device)
+    # top-p counts over what top-k left, as users of the usual servers expect.
+    ordered = ordered * keep
+    ordered = ordered / ordered.sum(-1, keepdim=True)
+    before = ordered.cumsum(-1) - ordered
+    top_p = torch.tensor([[r.params.top_p] for r in rows], dtype=torch.float64, device=device)
+    min_p = torch.tensor([[r.params.min_p] for r in rows], dtype=torch.float64, device=device)
+    keep &= (before < top_p) & (ordered >= min_p * ordered[:, :1])
+    keep[:, 0] = True
+    picked = _inverse_cdf(ordered * keep, point)
+    return order.gather(-1, picked).squeeze(-1)
+
+
+def _inverse_cdf(weights: torch.Tensor, point: torch.Tensor) -> torch.Tensor:
+    """Index of the first cumulative weight above `point` of the total: int64 [rows, 1]."""
+    cumulative = weights.cumsum(-1)
+    index = torch.searchsorted(cumulative, point * cumulative[:, -1:], right=True)
+    # Rounding could step past the last weight that is not zero.
+    positive = weights > 0
+    last = weights.shape[-1] - 1 - positive.flip(-1).to(torch.uint8).argmax(-1, keepdim=True)
+    return torch.minimum(index, last)
+
+
+def log_probs_of(
+    logits: torch.Tensor,
+    targets: Sequence[int | None],
+    top: int,
+    chosen: Sequence[int] | None,
+) -> tuple[
+    list[tuple[float | None, int]],
+    list[list[LogProb] | None] | None,
+    list[list[LogProb] | None] | None,
+]:
+    """Log-probabilities under the model's own distribution (temperature 1, no penalties).
+
+    Args:
+        logits: float32 [n, vocab].
+        targets: the token that follows each row.
+        top: how many of the likeliest tokens to list.
+        chosen: ids whose log-probability is wanted at every row.
+
+    Returns:
+        (tokens, top, chosen) lists with one entry a row, as in `messages.LogProbs`.
+    """
+    logp = torch.log_softmax(logits, dim=-1)
+    ids = torch.tensor([t or 0 for t in targets], device=logits.device).unsqueeze(-1)
+    picked = logp.gather(-1, ids).squeeze(-1).tolist()
+    tokens: list[tuple[float | None, int]] = [
+        (value, int(target or 0)) for value, target in zip(picked, targets, strict=True)
+    ]
+    tops: list[list[LogProb] | None] | None = None
+    if top:
+        values, indices = logp.topk(min(top, logp.shape[-1]), dim=-1)
+        tops = [
+            list(zip(v, i, strict=True))
+            for v, i in zip(values.tolist(), indices.tolist(), strict=True)
+        ]
+    chosens: list[list[LogProb] | None] | None = None
+    if chosen:
+        wanted = torch.tensor(chosen, device=logits.device)
+        chosens = [
+            list(zip(v, chosen, strict=True)) for v in logp.index_select(-1, wanted).tolist()
+        ]
+    return tokens, tops, chosens

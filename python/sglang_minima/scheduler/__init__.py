@@ -1,0 +1,1 @@
+"""The scheduler process: requests, queue policy, batch forming, the loop."""

@@ -1,0 +1,117 @@
+"""Turns what a step produced into messages for the detokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sglang_minima.messages import FinishReason, LogProbs, TokenOutput
+from sglang_minima.runner.sampling import log_probs_of
+from sglang_minima.scheduler.request import Request
+
+_PROMPT_TAIL = 6
+"""Prompt ids that incremental decoding needs to see how the first new text joins on."""
+
+
+def record_output_logprobs(
+    requests: Sequence[Request], logits: torch.Tensor, tokens: Sequence[int]
+) -> None:
+    """Stores the log-probabilities of the tokens just sampled where they are asked for.
+
+    Args:
+        requests: one per row.
+        logits: float32 [rows, vocab].
+        tokens: sampled ids, one per row.
+    """
+    for row, request in enumerate(requests):
+        message = request.message
+        if not message.return_logprob:
+            continue
+        fresh = LogProbs(
+            *log_probs_of(
+                logits[row : row + 1],
+                [tokens[row]],
+                message.top_logprobs_num,
+                message.token_ids_logprob,
+            )
+        )
+        request.unsent_logprobs = _join(request.unsent_logprobs, fresh)
+
+
+def record_input_logprobs(request: Request, start: int, logits: torch.Tensor) -> None:
+    """Stores the log-probabilities of prompt tokens start+1 ... that follow the given rows.
+
+    Args:
+        request: its prompt is in prefill.
+        start: prompt position of the first row.
+        logits: float32 [rows, vocab]; row i predicts token start + i + 1.
+    """
+    message = request.message
+    first = max(message.logprob_start_len, 0)
+    if request.input_logprobs is None:
+        request.input_logprobs = LogProbs(
+            [], [] if message.top_logprobs_num else None, [] if message.token_ids_logprob else None
+        )
+        if first == 0:
+            # Nothing precedes the first token of a prompt.
+            request.input_logprobs = _join(
+                request.input_logprobs, LogProbs([(None, request.tokens[0])], [None], [None])
+            )
+    done = first + len(request.input_logprobs.tokens)
+    stop = min(start + len(logits) + 1, request.prompt_len)
+    if done >= stop:
+        return
+    rows = logits[done - 1 - start : stop - 1 - start]
+    fresh = LogProbs(
+        *log_probs_of(
+            rows,
+            list(request.tokens[done:stop]),
+            message.top_logprobs_num,
+            message.token_ids_logprob,
+        )
+    )
+    request.input_logprobs = _join(request.input_logprobs, fresh)
+
+
+def _join(old: LogProbs | None, new: LogProbs) -> LogProbs:
+    if old is None:
+        return new
+    return LogProbs(
+        old.tokens + new.tokens,
+        None if old.top is None else old.top + (new.top or []),
+        None if old.chosen is None else old.chosen + (new.chosen or []),
+    )
+
+
+def take_output(request: Request, finish: FinishReason | None) -> TokenOutput:
+    """The message with everything of a request that has not been sent yet; marks it sent."""
+    sampling = request.message.sampling
+    first = not request.announced
+    output = TokenOutput(
+        rid=request.rid,
+        new_ids=request.unsent,
+        finish=finish,
+        prompt_tokens=request.prompt_len,
+        completion_tokens=request.output_len,
+        cached_tokens=request.cached_tokens,
+        cached_by_tier=request.cached_by_tier,
+        preemptions=request.preemptions,
+        input_logprobs=request.input_logprobs if first else None,
+        output_logprobs=request.unsent_logprobs,
+        prompt_tail=list(request.tokens[: request.prompt_len][-_PROMPT_TAIL:]) if first else None,
+        skip_special_tokens=sampling.skip_special_tokens,
+        spaces_between_special_tokens=sampling.spaces_between_special_tokens,
+        no_stop_trim=sampling.no_stop_trim,
+        first_token_time=request.first_token_time,
+    )
+    request.announced = True
+    request.unsent = []
+    request.unsent_logprobs = None
+    return output
+
+
+def is_due(request: Request) -> bool:
+    """True when the stream interval asks for an output now."""
+    interval = request.message.sampling.stream_interval
+    return len(request.unsent) >= interval or (request.output_len == 1 and not request.announced)

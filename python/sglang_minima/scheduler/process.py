@@ -1,0 +1,180 @@
+"""The scheduler process: builds model, arena and cache, then serves messages until told to stop."""
+
+from __future__ import annotations
+
+import logging
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+from minima_kernels.routes import ROUTES
+from minima_radix import check
+
+from sglang_minima import __version__
+from sglang_minima.cache.accounting import report
+from sglang_minima.cache.arena import KVArena
+from sglang_minima.cache.prefix_cache import PrefixCache
+from sglang_minima.cache.profile import build_profile
+from sglang_minima.channels import Addresses, Receiver, Sender
+from sglang_minima.messages import (
+    AbortRequest,
+    ControlReply,
+    ControlRequest,
+    FinishReason,
+    GenerateRequest,
+    TokenBatch,
+    TokenOutput,
+    ToScheduler,
+)
+from sglang_minima.models.resolve import resolve_model_path
+from sglang_minima.runner.model_runner import ModelRunner
+from sglang_minima.scheduler.scheduler import Scheduler
+from sglang_minima.scheduler.statistics import usage
+from sglang_minima.server_args import ServerArgs
+from sglang_minima.tokenization.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+_IDLE_WAIT = 0.5
+"""Seconds an idle scheduler waits for a message before it looks around again."""
+
+
+class SchedulerProcess:
+    """Wires the parts of one scheduler together and answers control messages."""
+
+    def __init__(self, args: ServerArgs, addresses: Addresses) -> None:
+        model_dir = resolve_model_path(args.model_path, args.download_model)
+        self.runner = ModelRunner(args, str(model_dir))
+        geometry = self.runner.geometry(args.page_size)
+        profile = build_profile(args, geometry, self.runner.dtype)
+        self.arena = KVArena.allocate(args, geometry, profile, self.runner.device)
+        self.runner.attach(self.arena)
+        self.cache = PrefixCache(args, self.arena)
+        tokenizer = Tokenizer.load(args.tokenizer_path or str(model_dir))
+        self._receiver: Receiver[ToScheduler] = Receiver(addresses.scheduler, ToScheduler)
+        self._detokenizer = Sender(addresses.detokenizer)
+        self._frontend = Sender(addresses.frontend)
+        self._args = args
+        self._model_dir = str(model_dir)
+        eos = tokenizer.eos_token_ids | frozenset(self.runner.config.eos_token_ids)
+        self.scheduler = Scheduler(
+            args, self.runner, self.cache, tokenizer, eos, self._send_outputs
+        )
+
+    def serve(self) -> None:
+        """Runs for ever; the process is ended by its parent."""
+        checked = True
+        while True:
+            if self.scheduler.busy:
+                messages = self._receiver.drain()
+            else:
+                if not checked:
+                    self._check_when_idle()
+                    checked = True
+                message = self._receiver.receive(0 if self.cache.controller.backlog else _IDLE_WAIT)
+                messages = [] if message is None else [message, *self._receiver.drain()]
+            for message in messages:
+                self._handle(message)
+            if self.scheduler.busy:
+                checked = False
+            self.scheduler.step()
+
+    def _handle(self, message: ToScheduler) -> None:
+        if isinstance(message, GenerateRequest):
+            try:
+                self.scheduler.add(message)
+            except ValueError as error:
+                self._reject(message, str(error))
+        elif isinstance(message, AbortRequest):
+            self.scheduler.abort(message.rid)
+        else:
+            self._frontend.send(self._control(message))
+
+    def _reject(self, message: GenerateRequest, reason: str) -> None:
+        finish = FinishReason("abort", message=reason, status_code=400)
+        self._send_outputs([TokenOutput(message.rid, [], finish, len(message.input_ids), 0, 0)])
+
+    def _control(self, message: ControlRequest) -> ControlReply:
+        if message.method == "ping":
+            return ControlReply(message.id, True, time.time())
+        if message.method == "info":
+            return ControlReply(message.id, True, self.info())
+        if message.method == "flush_cache":
+            if self.scheduler.busy:
+                return ControlReply(message.id, False, "requests are running or waiting")
+            return ControlReply(message.id, True, self.cache.flush())
+        if message.method == "check":
+            problem = self._find_problem()
+            return ControlReply(message.id, problem is None, problem)
+        return ControlReply(message.id, False, f"unknown control method {message.method!r}")
+
+    def _find_problem(self) -> str | None:
+        try:
+            check(self.cache.lifecycle)
+        except Exception as error:
+            return str(error)
+        return None
+
+    def _check_when_idle(self) -> None:
+        problem = self._find_problem()
+        if problem is not None:
+            # Serving goes on: a wrong count is a bug to report, not a reason to drop users.
+            logger.error("page accounting is wrong: %s", problem)
+
+    def _send_outputs(self, outputs: list[TokenOutput]) -> None:
+        self._detokenizer.send(TokenBatch(outputs))
+
+    def static_info(self) -> dict[str, Any]:
+        """What does not change after the start."""
+        config, geometry = self.runner.config, self.arena.geometry
+        return {
+            "version": __version__,
+            "model_path": self._args.model_path or self._model_dir,
+            "tokenizer_path": self._args.tokenizer_path or self._model_dir,
+            "model_dir": self._model_dir,
+            "model_type": config.model_type,
+            "architectures": [config.architecture],
+            "vocab_size": config.vocab_size,
+            "context_length": self.runner.context_length,
+            "max_total_num_tokens": self.cache.capacity_tokens,
+            "max_stale_tokens": self.cache.stale_capacity_tokens,
+            "page_size": geometry.page_size,
+            "device": str(self.runner.device),
+            "dtype": str(self.runner.dtype).removeprefix("torch."),
+            "kv_profile": self.arena.profile.name,
+            "kv_kinds": [kind.name for kind in self.arena.profile.kinds],
+        }
+
+    def info(self) -> dict[str, Any]:
+        """Static facts, cache accounting, counters and routes."""
+        scheduler = self.scheduler
+        return {
+            **self.static_info(),
+            "num_running_reqs": scheduler.running,
+            "num_queue_reqs": scheduler.waiting,
+            "num_used_tokens": scheduler.running_tokens,
+            "token_usage": usage(self.cache),
+            "cache": report(self.cache),
+            "statistics": scheduler.statistics.snapshot(),
+            "routes": ROUTES.snapshot(),
+        }
+
+
+def run_scheduler(args: ServerArgs, addresses: Addresses, ready: Connection) -> None:
+    """Entry point of the scheduler process.
+
+    Sends one dict through `ready`: {"ok": True, "info": ...} once it can serve, or
+    {"ok": False, "error": one sentence} when it cannot be built.
+    """
+    logging.basicConfig(
+        level=args.log_level.upper(), format="[%(asctime)s] %(message)s", datefmt="%H:%M:%S"
+    )
+    try:
+        process = SchedulerProcess(args, addresses)
+    except (ValueError, OSError, RuntimeError) as error:
+        logger.debug("the scheduler cannot start", exc_info=True)
+        ready.send({"ok": False, "error": str(error) or type(error).__name__})
+        return
+    ready.send({"ok": True, "info": process.static_info()})
+    ready.close()
+    process.serve()

@@ -1,0 +1,86 @@
+"""One sequence on its way through the scheduler."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from dataclasses import dataclass, field
+
+import numpy as np
+from minima_radix import Namespace, RequestTable
+
+from sglang_minima.messages import FinishReason, GenerateRequest, LogProbs
+from sglang_minima.scheduler.stopping import StopMatcher
+
+
+@dataclass(eq=False)
+class Request:
+    """State of one sequence.
+
+    Token counts: `tokens` are the prompt and all sampled tokens. `written` of them have their KV
+    in the pages of `table`; the rest (`pending`) must still run through the model. A decode step
+    has exactly one pending token: the one sampled last.
+    """
+
+    message: GenerateRequest
+    holder: int
+    """The id under which the page pool knows this request."""
+    namespace: Namespace
+    stop: StopMatcher
+    sampling_seed: int
+    tokens: array[int] = field(init=False)
+    prompt_len: int = field(init=False)
+    table: RequestTable | None = None
+    """The block table while the request holds pages (running), else None (waiting)."""
+    written: int = 0
+    retier_cursor: int = 0
+    """Pages before this position have been handed to the tier controller."""
+    cached_tokens: int = 0
+    """Prompt tokens that came from the cache at the first admission."""
+    cached_by_tier: dict[str, int] = field(default_factory=dict)
+    prefilled: bool = False
+    """True once the prompt has been computed to its end (a first token exists)."""
+    preemptions: int = 0
+    stalls: int = 0
+    """Times it found no room although it was alone."""
+    finish: FinishReason | None = None
+    arrival: float = field(default_factory=time.time)
+    first_token_time: float = 0.0
+    # What the next message to the detokenizer carries.
+    unsent: list[int] = field(default_factory=list)
+    unsent_logprobs: LogProbs | None = None
+    input_logprobs: LogProbs | None = None
+    announced: bool = False
+
+    def __post_init__(self) -> None:
+        self.tokens = array("i", self.message.input_ids)
+        self.prompt_len = len(self.tokens)
+
+    @property
+    def rid(self) -> str:
+        return self.message.rid
+
+    @property
+    def output_len(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def pending(self) -> int:
+        return len(self.tokens) - self.written
+
+    @property
+    def wants_input_logprobs(self) -> bool:
+        return self.message.return_logprob and self.message.logprob_start_len >= 0
+
+    @property
+    def reuse_limit(self) -> int:
+        """Most tokens the prefix match may cover, so that every logit asked for is computed."""
+        limit = len(self.tokens) - 1
+        if self.wants_input_logprobs and self.input_logprobs is None:
+            # The log-probability of the token at `start` comes from the position before it.
+            limit = min(limit, max(0, self.message.logprob_start_len - 1))
+        return limit
+
+    def token_view(self) -> np.ndarray:
+        """The tokens as int32 [len(tokens)], a copy (the array may grow)."""
+        return np.array(self.tokens, dtype=np.int32)

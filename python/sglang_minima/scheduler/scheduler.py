@@ -1,0 +1,349 @@
+"""The scheduler: one step admits, runs one batch, samples, seals, retiers and sends.
+
+    receive -> match -> admit (memory, budget) -> form one batch (a chunk of extend rows + decode
+    rows) -> run -> commit and seal (share) -> sample -> finish -> retier a bounded number of pages
+
+Nothing in a step costs time in proportion to the number of cached prefixes.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from minima_radix import Namespace, OutOfPages
+
+from sglang_minima.cache.prefix_cache import PrefixCache
+from sglang_minima.messages import FinishReason, GenerateRequest, TokenOutput
+from sglang_minima.runner.batch import Work, build_batch
+from sglang_minima.runner.model_runner import ModelRunner
+from sglang_minima.runner.sampling import SamplingRow, sample
+from sglang_minima.scheduler.outputs import (
+    is_due,
+    record_input_logprobs,
+    record_output_logprobs,
+    take_output,
+)
+from sglang_minima.scheduler.policy import order_waiting, twin_ahead
+from sglang_minima.scheduler.request import Request
+from sglang_minima.scheduler.statistics import Statistics
+from sglang_minima.scheduler.stopping import StopMatcher
+from sglang_minima.server_args import ServerArgs
+from sglang_minima.tokenization.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+_LOGIT_ROWS = 256
+"""Prompt rows whose logits exist at once when prompt log-probabilities are asked for."""
+
+
+class Scheduler:
+    """Owns the running and waiting requests of one model; driven by `step`."""
+
+    def __init__(
+        self,
+        args: ServerArgs,
+        runner: ModelRunner,
+        cache: PrefixCache,
+        tokenizer: Tokenizer | None,
+        eos_ids: frozenset[int],
+        send: Callable[[list[TokenOutput]], None],
+    ) -> None:
+        self._args = args
+        self._runner = runner
+        self._cache = cache
+        self._tokenizer = tokenizer
+        self._eos_ids = eos_ids
+        self._send = send
+        self._requests: dict[str, Request] = {}
+        self._waiting: dict[str, Request] = {}
+        self._running: list[Request] = []
+        """In order of admission; the last one is preempted first."""
+        self._next_holder = 0
+        self._random = random.Random(args.random_seed)
+        self.statistics = Statistics(args.decode_log_interval)
+
+    # --- requests in and out -------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """True while any request is running or waiting."""
+        return bool(self._requests)
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def running_tokens(self) -> int:
+        """Tokens whose KV running requests hold."""
+        return sum(request.written for request in self._running)
+
+    def add(self, message: GenerateRequest) -> None:
+        """Queues a request; what it may ask for was checked before it came here."""
+        if message.rid in self._requests:
+            raise ValueError(f"request id {message.rid!r} is already in use")
+        self._next_holder += 1
+        seed = message.sampling.sampling_seed
+        base = self._random.getrandbits(63) if seed is None else seed
+        request = Request(
+            message,
+            self._next_holder,
+            Namespace(message.salt, message.lora, self._cache.profile.name),
+            StopMatcher(message.sampling, self._eos_ids, self._tokenizer),
+            base + message.seed_offset,
+        )
+        self._requests[request.rid] = request
+        self._waiting[request.rid] = request
+        self.statistics.received += 1
+
+    def abort(self, rid: str) -> None:
+        """Ends a request at once, wherever it is; unknown ids have just finished."""
+        request = self._requests.get(rid)
+        if request is not None:
+            self._finish(request, FinishReason("abort", message="aborted by the client"))
+            self._send([take_output(request, request.finish)])
+
+    # --- one step ------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Runs one batch; False when there was nothing to run."""
+        works = self._schedule()
+        if not works:
+            return self._cache.controller.step(self._args.retier_pages_per_step) > 0
+        started = time.perf_counter()
+        # In deterministic mode every sequence runs alone: results must not depend on the batch.
+        groups = [[pair] for pair in works] if self._cache.deterministic else [works]
+        for group in groups:
+            self._run([pair for pair in group if pair[0].table is not None])
+        self.statistics.record_step(
+            works,
+            time.perf_counter() - started,
+            len(self._running),
+            len(self._waiting),
+            self._cache,
+        )
+        # Conversions wait while a prompt is in prefill: they must not delay a first token.
+        if all(request.prefilled for request in self._running):
+            self._cache.controller.step(self._args.retier_pages_per_step)
+        return True
+
+    def _schedule(self) -> list[tuple[Request, Work]]:
+        """Chooses this step's work and reserves pages for it."""
+        works: list[tuple[Request, Work]] = []
+        chunk = self._args.chunked_prefill_size
+        budget = chunk if chunk > 0 else 1 << 60
+        for request in list(self._running):
+            if request.table is None:
+                continue  # preempted by an earlier one in this loop
+            count = self._chunk(request, budget)
+            if count and self._reserve(request, count):
+                works.append((request, self._work(request, count)))
+                if count > 1:
+                    budget -= count
+        self._admit(works, budget)
+        return works
+
+    def _admit(self, works: list[tuple[Request, Work]], budget: int) -> None:
+        prefilling = [request for request in self._running if not request.prefilled]
+        match_length = self._cache.match_length
+        for request in order_waiting(
+            self._waiting.values(), self._args.schedule_policy, match_length
+        ):
+            if budget <= 0 or len(self._running) >= self._args.max_running_requests:
+                return
+            if prefilling and twin_ahead(
+                request, prefilling, match_length(request), self._cache.page_size
+            ):
+                continue
+            if self._running and not self._fits(request):
+                return
+            self._cache.admit(request)
+            count = self._chunk(request, budget)
+            if not self._cache.reserve(request, count):
+                self._cache.release(request)
+                if not self._running:
+                    self._stall(request)
+                return
+            del self._waiting[request.rid]
+            self._running.append(request)
+            self.statistics.admitted(request)
+            prefilling.append(request)
+            works.append((request, self._work(request, count)))
+            budget -= count
+
+    def _fits(self, request: Request) -> bool:
+        """Admission by memory: what running requests still have to compute comes first, and each
+        of them needs a page to go on decoding."""
+        page = self._cache.page_size
+        promised = sum(page if other.prefilled else other.pending for other in self._running)
+        needed = len(request.tokens) - self._cache.match_length(request) + page
+        return promised + needed <= self._cache.obtainable_tokens()
+
+    def _chunk(self, request: Request, budget: int) -> int:
+        """How many pending tokens of the request run in this step."""
+        if self._cache.deterministic:
+            # Chunks on the page grid: page p is always computed as one chunk that reads the pages
+            # before it in their sealed form, whoever computes it. A page that decode steps filled
+            # is computed once more as such a chunk before it is sealed.
+            page = self._cache.page_size
+            table = request.table
+            assert table is not None
+            if request.written - table.committed >= page:
+                request.written = table.committed
+            return min(request.pending, page - request.written % page)
+        count = request.pending
+        return count if count == 1 else min(count, budget)
+
+    def _work(self, request: Request, count: int) -> Work:
+        assert request.table is not None
+        start = request.written
+        ids = np.array(request.tokens[start : start + count], dtype=np.int32)
+        return Work(request.table, ids, start)
+
+    def _reserve(self, request: Request, count: int) -> bool:
+        """Reserves pages, preempting the request admitted last while there is no room.
+
+        False when the request itself had to go.
+        """
+        while not self._cache.reserve(request, count):
+            victim = self._running[-1]
+            if victim is not request:
+                self._preempt(victim)
+                continue
+            alone = len(self._running) == 1
+            self._preempt(request)
+            if alone:
+                self._stall(request)
+            return False
+        return True
+
+    def _stall(self, request: Request) -> None:
+        """The only request has no room: it starts again in an empty cache, or ends for good."""
+        self._cache.flush()
+        request.stalls += 1
+        if request.stalls > 2:
+            self._fail(request, "the KV cache cannot hold this request")
+
+    def _preempt(self, request: Request) -> None:
+        """Takes the pages of a running request; sealed ones stay in the tree while there is room."""
+        self._running.remove(request)
+        self._cache.release(request)
+        request.preemptions += 1
+        request.prefilled = False
+        self._waiting[request.rid] = request
+        self.statistics.preemptions += 1
+
+    def _run(self, works: Sequence[tuple[Request, Work]]) -> None:
+        if not works:
+            return
+        by_table = {id(work.table): request for request, work in works}
+        lease = self._cache.lifecycle.begin_read()
+        try:
+            batch = build_batch([work for _, work in works], self._cache, self._runner.device)
+            hidden = self._runner.forward(batch)
+        finally:
+            self._cache.lifecycle.end_read(lease)
+        last_rows: list[int] = []
+        sampling: list[Request] = []
+        row = 0
+        for work in batch.works:
+            request = by_table[id(work.table)]
+            rows = hidden[row : row + len(work.token_ids)]
+            row += len(work.token_ids)
+            if request.wants_input_logprobs and not request.prefilled:
+                self._input_logprobs(request, work.start, rows)
+            self._commit(request, len(work.token_ids))
+            if request.table is not None and request.pending == 0:
+                last_rows.append(row - 1)
+                sampling.append(request)
+        if sampling:
+            index = torch.tensor(last_rows, device=hidden.device)
+            self._sample(sampling, self._runner.logits(hidden.index_select(0, index)))
+
+    def _commit(self, request: Request, count: int) -> None:
+        try:
+            self._cache.commit(request, count)
+        except OutOfPages:
+            # Deterministic mode only: no room to give a page the format of its position.
+            alone = len(self._running) == 1
+            self._preempt(request)
+            if alone:
+                self._stall(request)
+
+    def _input_logprobs(self, request: Request, start: int, rows: torch.Tensor) -> None:
+        first = max(request.message.logprob_start_len - 1 - start, 0)
+        for offset in range(first, len(rows), _LOGIT_ROWS):
+            logits = self._runner.logits(rows[offset : offset + _LOGIT_ROWS])
+            record_input_logprobs(request, start + offset, logits)
+
+    def _sample(self, requests: list[Request], logits: torch.Tensor) -> None:
+        now = time.time()
+        finished: list[TokenOutput] = []
+        drawing = [r for r in requests if r.message.sampling.max_new_tokens > 0]
+        if len(drawing) < len(requests):
+            keep = [i for i, r in enumerate(requests) if r.message.sampling.max_new_tokens > 0]
+            logits = logits[keep]
+            for request in requests:
+                if request.message.sampling.max_new_tokens == 0:
+                    request.prefilled = True
+                    self._finish(request, FinishReason("length", 0))
+                    finished.append(take_output(request, request.finish))
+        if drawing:
+            tokens = sample(logits, [_sampling_row(request) for request in drawing])
+            record_output_logprobs(drawing, logits, tokens)
+            for request, token in zip(drawing, tokens, strict=True):
+                request.tokens.append(token)
+                request.unsent.append(token)
+                request.prefilled = True
+                request.first_token_time = request.first_token_time or now
+                reason = request.stop.check(request.tokens, request.prompt_len)
+                if reason is None and len(request.tokens) >= self._limit():
+                    reason = FinishReason("length", request.output_len)
+                if reason is not None:
+                    self._finish(request, reason)
+                    finished.append(take_output(request, reason))
+                elif is_due(request):
+                    finished.append(take_output(request, None))
+            self.statistics.generated += len(drawing)
+        if finished:
+            self._send(finished)
+
+    def _limit(self) -> int:
+        """Most tokens a sequence may have, prompt included."""
+        return min(self._runner.context_length, self._cache.capacity_tokens)
+
+    def _fail(self, request: Request, message: str) -> None:
+        self._finish(request, FinishReason("abort", message=message, status_code=507))
+        self._send([take_output(request, request.finish)])
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        """The one way out: pages, queues and tables forget the request."""
+        request.finish = reason
+        if request.table is not None:
+            self._running.remove(request)
+            self._cache.release(request)
+        self._waiting.pop(request.rid, None)
+        del self._requests[request.rid]
+        self.statistics.finished(request)
+
+
+def _sampling_row(request: Request) -> SamplingRow:
+    sampling = request.message.sampling
+    view = request.token_view()
+    early = request.output_len < sampling.min_new_tokens
+    return SamplingRow(
+        sampling,
+        request.sampling_seed,
+        view[request.prompt_len :],
+        view[: request.prompt_len],
+        request.stop.stop_ids if early else frozenset(),
+    )

@@ -1,0 +1,90 @@
+"""Decides after every sampled token whether a sequence ends, and why."""
+
+from __future__ import annotations
+
+from array import array
+
+import regex
+
+from sglang_minima.messages import FinishReason
+from sglang_minima.sampling_params import SamplingParams
+from sglang_minima.tokenization.incremental import IncrementalDecoder
+from sglang_minima.tokenization.tokenizer import Tokenizer
+
+_REGEX_WINDOW = 4096
+"""Characters of output a stop pattern is searched in (the latest)."""
+_REGEX_TIMEOUT = 0.05
+"""Seconds one search may take before the request is ended: a pattern must not stall the batch."""
+
+
+class StopMatcher:
+    """Stop conditions of one sequence; text is decoded only when a string or pattern asks for it."""
+
+    def __init__(
+        self, sampling: SamplingParams, eos_ids: frozenset[int], tokenizer: Tokenizer | None
+    ) -> None:
+        self._sampling = sampling
+        self._stop_ids = frozenset(sampling.stop_token_ids) | (
+            frozenset() if sampling.ignore_eos else eos_ids
+        )
+        self._patterns = [regex.compile(pattern) for pattern in sampling.stop_regex]
+        self._decoder: IncrementalDecoder | None = None
+        self._tokenizer = tokenizer
+        self._text = ""
+        self._longest = max((len(text) for text in sampling.stop), default=0)
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Token ids that end the sequence (masked until min_new_tokens)."""
+        return self._stop_ids
+
+    def check(self, tokens: array[int], prompt_len: int) -> FinishReason | None:
+        """Looks at the token sampled last.
+
+        Args:
+            tokens: prompt and output ids; the last one is new.
+            prompt_len: number of prompt ids.
+        """
+        produced = len(tokens) - prompt_len
+        token = tokens[-1]
+        settled = produced >= self._sampling.min_new_tokens
+        if token in self._stop_ids and settled:
+            return FinishReason("stop", token)
+        matched = self._match_text(tokens, prompt_len, settled)
+        if matched is not None:
+            return matched
+        if produced >= self._sampling.max_new_tokens:
+            return FinishReason("length", self._sampling.max_new_tokens)
+        return None
+
+    def _match_text(
+        self, tokens: array[int], prompt_len: int, settled: bool
+    ) -> FinishReason | None:
+        if self._tokenizer is None or not (self._sampling.stop or self._patterns):
+            return None
+        if self._decoder is None:
+            self._decoder = IncrementalDecoder(
+                self._tokenizer,
+                list(tokens[max(0, prompt_len - 6) : prompt_len]),
+                self._sampling.skip_special_tokens,
+                self._sampling.spaces_between_special_tokens,
+            )
+        delta = self._decoder.push([tokens[-1]])
+        self._text = (self._text + delta)[-max(_REGEX_WINDOW, 2 * self._longest) :]
+        if not settled or not delta:
+            return None
+        # A match must touch the new text; older text was searched when it was new.
+        tail = self._text[-(len(delta) + self._longest) :]
+        for stop in self._sampling.stop:
+            if stop in tail:
+                return FinishReason("stop", stop)
+        for pattern in self._patterns:
+            try:
+                found = pattern.search(self._text, timeout=_REGEX_TIMEOUT)
+            except TimeoutError:
+                return FinishReason(
+                    "abort", message="stop_regex takes too long to search", status_code=400
+                )
+            if found and found[0]:
+                return FinishReason("stop", found[0])
+        return None
