@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -75,7 +75,7 @@ ALPHABET = [BYTE_LEVEL.token_to_id(c) for c in sorted(pre_tokenizers.ByteLevel.a
 FALLBACK = [BYTE_FALLBACK.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
 TEXTS = st.lists(
     st.sampled_from(
-        ["the", " fox", "é", "e\u0301", "你好", "😀", "👩‍👩‍👧", " ", "\n", "a", FFFD, "<tool>", *SPECIALS]
+        ["the", " fox", "é", "e\u0301", "你好", "😀", "👩‍👩‍👧", " ", "a", FFFD, "<tool>", *SPECIALS]
     )
     | st.text(max_size=4),
     max_size=25,
@@ -88,7 +88,7 @@ def pieces(
     """Pushes ids[0:cut], ids[cut:next cut], ..."""
     decoder = IncrementalDecoder(wrap(tokenizer), prompt, skip)
     bounds = [0, *sorted(cut % (len(ids) + 1) for cut in cuts), len(ids)]
-    parts = [decoder.push(ids[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    parts = [decoder.push(ids[a:b]) for a, b in pairwise(bounds)]
     return [*parts, decoder.flush()]
 
 
@@ -220,6 +220,21 @@ def test_prompt_that_ends_inside_a_character() -> None:
         assert stream(tokenizer, euro[1:], prompt=euro[:1]) == "€"
         assert stream(tokenizer, [a], prompt=euro[:1]) == "a"
         assert stream(tokenizer, [], prompt=euro[:2]) == ""
+
+
+@pytest.mark.parametrize("invalid", range(55, 75))
+def test_cut_inside_a_character(invalid: int) -> None:
+    # The window of a text that is never complete is cut somewhere; not through the character.
+    ids = level_ids("é".encode())[1:] * invalid + level_ids("😀".encode())
+    assert stream(BYTE_LEVEL, ids) == FFFD * invalid + "😀"
+    # Invisible tokens push the open character out of the window: it can only be broken.
+    ids = [*level_ids("aé".encode())[:2], *[0] * (2 * invalid), BYTE_LEVEL.token_to_id("a")]
+    assert stream(BYTE_LEVEL, ids) == f"a{FFFD}a"
+
+
+def test_space_token_that_decodes_to_nothing_is_context() -> None:
+    space, the = (BYTE_FALLBACK.token_to_id(token) for token in ("▁", "▁the"))
+    assert stream(BYTE_FALLBACK, [space, the]) == BYTE_FALLBACK.decode([space, the]) == " the"
 
 
 @pytest.mark.parametrize(
