@@ -12,8 +12,8 @@ from types import FrameType
 from typing import Any
 
 from sglang_minima.processes import (
+    SCHEDULER,
     LaunchError,
-    ProcessMain,
     configure_logging,
     one_line,
     resolve_model,
@@ -26,12 +26,12 @@ logger = logging.getLogger("sglang_minima")
 EMBEDDED_MODEL_NAME = "SmolLM2-135M-Instruct"
 
 
-def main(argv: list[str] | None = None, scheduler: ProcessMain | None = None) -> int:
+def main(argv: list[str] | None = None, scheduler: str = SCHEDULER) -> int:
     """Runs a server until it ends.
 
     Args:
         argv: command-line arguments (default: those of this process).
-        scheduler: main function of the scheduler process (default: the real one).
+        scheduler: main function of the scheduler process, as module:function.
 
     Returns:
         The exit code: 0 after SIGTERM or Ctrl-C, 1 when it could not start or a process died.
@@ -66,14 +66,15 @@ def load_tokenizer(args: ServerArgs) -> Any:
         raise LaunchError(f"the tokenizer cannot be loaded: {one_line(error)}") from None
 
 
-def _serve(args: ServerArgs, scheduler: ProcessMain | None) -> int:
-    from sglang_minima.entrypoints.http_server import HttpServer, bind
-
-    with bind(args.host, args.port) as listener:
+def _serve(args: ServerArgs, scheduler: str) -> int:
+    with _bind(args.host, args.port) as listener:
         name = model_name(args)
         args = resolve_model(args)
         group = start(args, scheduler)
         try:
+            # Imported while the children start: it takes as long as they need.
+            from sglang_minima.entrypoints.http_server import HttpServer
+
             tokenizer = load_tokenizer(args)
             info = group.wait_ready()
             _announce(args, name, info, listener)
@@ -84,6 +85,24 @@ def _serve(args: ServerArgs, scheduler: ProcessMain | None) -> int:
         print(f"error: {death}", file=sys.stderr)
         return 1
     return 0
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A bound socket, so that a port in use is known before a model is loaded.
+
+    Raises:
+        LaunchError: the address cannot be used.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise LaunchError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+    return listener
 
 
 def _announce(args: ServerArgs, name: str, info: dict[str, Any], listener: socket.socket) -> None:

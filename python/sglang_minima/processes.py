@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import dataclasses
+import importlib
 import logging
 import multiprocessing
 import os
@@ -28,8 +29,11 @@ from sglang_minima.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
 
-ProcessMain = Callable[[ServerArgs, Addresses, Connection], None]
-"""Main function of a child; sends {"ok": True, "info": {...}} or {"ok": False, "error": ...}."""
+SCHEDULER = "sglang_minima.scheduler.process:run_scheduler"
+DETOKENIZER = "sglang_minima.tokenization.detokenizer:run_detokenizer"
+"""Main functions of the children, named so that only the child imports them. They take
+(ServerArgs, Addresses, Connection) and send {"ok": True, "info": {...}} or {"ok": False,
+"error": ...} through the connection once."""
 
 _PR_SET_PDEATHSIG = 1
 _STOP_SECONDS = 5.0
@@ -55,7 +59,7 @@ def configure_logging(level: str) -> None:
 class ProcessGroup:
     """The children of one server: started at once, ready after `wait_ready`."""
 
-    def __init__(self, args: ServerArgs, mains: dict[str, ProcessMain]) -> None:
+    def __init__(self, args: ServerArgs, mains: dict[str, str]) -> None:
         context = multiprocessing.get_context("spawn")
         self.addresses = Addresses.create()
         self._processes: dict[str, BaseProcess] = {}
@@ -127,15 +131,9 @@ class ProcessGroup:
         return f"the {name} process died ({describe_exit(process.exitcode)})"
 
 
-def start(args: ServerArgs, scheduler: ProcessMain | None = None) -> ProcessGroup:
+def start(args: ServerArgs, scheduler: str = SCHEDULER) -> ProcessGroup:
     """Starts the scheduler and the detokenizer; `args.model_path` is a resolved directory."""
-    from sglang_minima.tokenization.detokenizer import run_detokenizer
-
-    if scheduler is None:
-        from sglang_minima.scheduler.process import run_scheduler
-
-        scheduler = run_scheduler
-    return ProcessGroup(args, {"scheduler": scheduler, "detokenizer": run_detokenizer})
+    return ProcessGroup(args, {"scheduler": scheduler, "detokenizer": DETOKENIZER})
 
 
 def resolve_model(args: ServerArgs) -> ServerArgs:
@@ -168,7 +166,7 @@ def describe_exit(code: int | None) -> str:
 
 
 def _run_child(
-    main: ProcessMain,
+    main: str,
     args: ServerArgs,
     addresses: Addresses,
     ready: Connection,
@@ -180,7 +178,8 @@ def _run_child(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     configure_logging(args.log_level)
     try:
-        main(args, addresses, ready)
+        module, _, function = main.partition(":")
+        getattr(importlib.import_module(module), function)(args, addresses, ready)
     except Exception as error:
         logger.exception("a server process failed")
         _report_failure(ready, one_line(error))

@@ -2,123 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import requests
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
-
-HERE = Path(__file__).parent
-START_SECONDS = 180.0
-SPECIALS = ["<|im_start|>", "<|im_end|>"]
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-    "{% if not (loop.last and continue_final_message) %}<|im_end|>\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-@dataclass
-class RunningServer:
-    """A server in its own process."""
-
-    url: str
-    process: subprocess.Popen[str]
-
-    def post(self, path: str, body: object, **kwargs: object) -> requests.Response:
-        return requests.post(self.url + path, json=body, timeout=60, **kwargs)  # type: ignore[arg-type]
-
-    def get(self, path: str, **kwargs: object) -> requests.Response:
-        return requests.get(self.url + path, timeout=60, **kwargs)  # type: ignore[arg-type]
-
-    def generate(self, body: object, **kwargs: object) -> requests.Response:
-        return self.post("/generate", body, **kwargs)
-
-    def stop(self) -> int:
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(30)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def start_server(program: list[str], *flags: str, wait: bool = True) -> RunningServer:
-    """Starts a server on a free port and waits until it is healthy."""
-    port = free_port()
-    roots = [str(HERE.parents[1] / root) for root in ("python", "kernels", "radix")]
-    path = os.pathsep.join([*roots, str(HERE), os.environ.get("PYTHONPATH", "")])
-    process = subprocess.Popen(
-        [sys.executable, *program, "--port", str(port), *flags],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    server = RunningServer(f"http://127.0.0.1:{port}", process)
-    deadline = time.monotonic() + START_SECONDS
-    while wait:
-        if process.poll() is not None or time.monotonic() > deadline:
-            process.kill()
-            raise RuntimeError(f"the server did not start:\n{process.communicate()[0]}")
-        try:
-            if requests.get(server.url + "/health", timeout=5).status_code == 200:
-                break
-        except requests.ConnectionError:
-            time.sleep(0.05)
-    return server
+from server_kit import HERE, RunningServer, start_server, write_model
 
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Configuration and byte-level tokenizer of a model that has no weights."""
     directory = tmp_path_factory.mktemp("model")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {symbol: index for index, symbol in enumerate([*SPECIALS, *alphabet])}
-    backend = Backend(models.BPE(vocab=vocab, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(SPECIALS)
-    backend.save(str(directory / "tokenizer.json"))
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": len(vocab),
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "hidden_act": "silu",
-        "tie_word_embeddings": True,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "torch_dtype": "float32",
-    }
-    tokenizer_config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": SPECIALS[0],
-        "eos_token": SPECIALS[1],
-        "chat_template": TEMPLATE,
-        "clean_up_tokenization_spaces": False,
-    }
-    (directory / "config.json").write_text(json.dumps(config))
-    (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+    write_model(directory)
     return directory
 
 
@@ -129,7 +25,8 @@ def fake(model_dir: Path) -> Iterator[RunningServer]:
     server = start_server(program, "--served-model-name", "fake-model")
     yield server
     server.process.send_signal(signal.SIGTERM)
-    server.process.communicate(timeout=30)
+    output = server.process.communicate(timeout=30)[0]
+    assert server.process.returncode == 0, output
 
 
 @pytest.fixture(scope="session")
@@ -142,4 +39,5 @@ def server() -> Iterator[RunningServer]:
     server = start_server(["-m", "sglang_minima.launch_server"], "--kv-cache-memory", "256m")
     yield server
     server.process.send_signal(signal.SIGTERM)
-    server.process.communicate(timeout=30)
+    output = server.process.communicate(timeout=30)[0]
+    assert server.process.returncode == 0, output

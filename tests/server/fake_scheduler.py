@@ -163,7 +163,7 @@ class FakeScheduler:
         eos = frozenset() if sampling.ignore_eos else self.tokenizer.eos_token_ids
         if token in eos or token in sampling.stop_token_ids:
             return FinishReason("stop", token)
-        text = self.tokenizer.decode(running.output)
+        text = self.tokenizer.decode(running.output, sampling.skip_special_tokens)
         for stop in sampling.stop:
             if stop in text:
                 return FinishReason("stop", stop)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from fake_scheduler import run_fake_scheduler
+from server_kit import FAKE_SCHEDULER
 from sglang_minima.launch_server import main
 
 if __name__ == "__main__":
-    sys.exit(main(scheduler=run_fake_scheduler))
+    sys.exit(main(scheduler=FAKE_SCHEDULER))

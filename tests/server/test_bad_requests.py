@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import requests
-from conftest import RunningServer
+from server_kit import RunningServer
 
 TEXT = {"text": "abc"}
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}

@@ -5,12 +5,13 @@ The byte-level tokenizer makes one token a byte; the scheduler repeats the promp
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
 import pytest
 import requests
-from conftest import RunningServer
+from server_kit import RunningServer
 
 
 def ask(fake: RunningServer, **body: Any) -> Any:
@@ -113,7 +114,7 @@ def test_stream_is_cumulative(fake: RunningServer) -> None:
     texts = [entry["text"] for entry in seen]
     assert texts[-1] == "abcabc"
     assert len(texts) > 2
-    assert all(after.startswith(before) for before, after in zip(texts, texts[1:], strict=False))
+    assert all(after.startswith(before) for before, after in itertools.pairwise(texts))
     assert [entry["meta_info"]["finish_reason"] for entry in seen[:-1]] == [None] * (len(seen) - 1)
     assert seen[-1]["meta_info"]["finish_reason"]["type"] == "length"
     assert len(seen[-1]["output_ids"]) == 6

@@ -13,7 +13,7 @@ from sglang_minima.entrypoints.generate_input import GenerateCall, parse_generat
 from sglang_minima.entrypoints.info_api import ServerStatus, server_info
 from sglang_minima.entrypoints.native_api import collect_replies, stream_replies
 from sglang_minima.launch_server import load_tokenizer, model_name
-from sglang_minima.processes import ProcessMain, configure_logging, resolve_model, start
+from sglang_minima.processes import SCHEDULER, configure_logging, resolve_model, start
 from sglang_minima.server_args import ServerArgs
 from sglang_minima.tokenization.manager import ModelLimits, TokenizerManager
 
@@ -31,7 +31,7 @@ class Engine:
             print(engine.generate("The capital of France is", {"max_new_tokens": 8})["text"])
 
     Args:
-        scheduler: main function of the scheduler process (default: the real one).
+        scheduler: main function of the scheduler process, as module:function.
         settings: fields of `ServerArgs`; `log_level` is "error" unless given.
 
     Raises:
@@ -39,7 +39,7 @@ class Engine:
         LaunchError: the model cannot be loaded.
     """
 
-    def __init__(self, *, scheduler: ProcessMain | None = None, **settings: Any) -> None:
+    def __init__(self, *, scheduler: str = SCHEDULER, **settings: Any) -> None:
         args = ServerArgs(**{"log_level": "error", **settings})
         configure_logging(args.log_level)
         name = model_name(args)

@@ -17,7 +17,7 @@ from sglang_minima.entrypoints.info_api import ServerStatus, add_info_routes, pr
 from sglang_minima.entrypoints.metrics import ServerMetrics
 from sglang_minima.entrypoints.native_api import add_native_routes
 from sglang_minima.entrypoints.openai_api import add_openai_routes
-from sglang_minima.processes import LaunchError, ProcessGroup
+from sglang_minima.processes import ProcessGroup
 from sglang_minima.server_args import ServerArgs
 from sglang_minima.tokenization.manager import ModelLimits, TokenizerManager
 from sglang_minima.tokenization.tokenizer import Tokenizer
@@ -123,24 +123,6 @@ class HttpServer:
             await probe(manager)
         self._status.ready = True
         logger.info("Ready to serve.")
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A bound socket, so that a port in use is known before a model is loaded.
-
-    Raises:
-        LaunchError: the address cannot be used.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        raise LaunchError(f"cannot listen on {host}:{port}: {error.strerror}") from None
-    return listener
 
 
 async def _http_exception(request: Request, error: Exception) -> Response:

@@ -28,7 +28,8 @@ def finish_fields(state: RequestState) -> dict[str, Any]:
     finish = state.finish
     if finish is None:
         return {"finish_reason": None, "matched_stop": None}
-    return {"finish_reason": finish.type, "matched_stop": finish.matched}
+    matched = finish.matched if finish.type == "stop" else None
+    return {"finish_reason": finish.type, "matched_stop": matched}
 
 
 def completion_logprobs(

@@ -1,0 +1,216 @@
+"""Starts, ends, aborts, disconnects, limits: what happens around the requests."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import requests
+from server_kit import HERE, RunningServer, start_server
+
+SLOW = {"text": "abc", "sampling_params": {"max_new_tokens": 400}}
+KEY = {"Authorization": "Bearer sesame"}
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def running(server: RunningServer) -> int:
+    return int(server.get("/get_load", headers=KEY).json()[0]["num_reqs"])
+
+
+def aborted(server: RunningServer) -> list[str]:
+    return list(server.get("/server_info", headers=KEY).json()["aborted"])
+
+
+def program(model_dir: Path) -> list[str]:
+    return [str(HERE / "fake_server.py"), "--model-path", str(model_dir)]
+
+
+@pytest.fixture(scope="module")
+def strict(model_dir: Path) -> Iterator[RunningServer]:
+    """A server with a key that takes two sequences at a time; Ctrl-C ends it without a trace."""
+    before = ipc_directories()
+    flags = ["--api-key", "sesame", "--max-queued-requests", "1", "--max-running-requests", "1"]
+    server = start_server(program(model_dir), *flags)
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    created = ipc_directories() - before
+    yield server
+    server.process.send_signal(signal.SIGINT)
+    output = server.process.communicate(timeout=30)[0]
+    assert server.process.returncode == 0
+    assert "Traceback" not in output
+    assert "curl http://127.0.0.1" in output
+    assert "400 tokens fit" in output
+    assert "sesame" not in output
+    assert not psutil.wait_procs(children, timeout=5)[1]
+    assert created
+    assert not ipc_directories() & created
+
+
+def ipc_directories() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob("sglang_minima_*"))
+
+
+def test_key(strict: RunningServer) -> None:
+    body = {"text": "abc", "sampling_params": {"max_new_tokens": 1}}
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "sesame"}):
+        reply = strict.generate(body, headers=headers)
+        assert reply.status_code == 401
+        assert reply.json() == {"error": "Unauthorized"}
+        assert strict.get("/v1/models", headers=headers).status_code == 401
+    assert strict.generate(body, headers=KEY).status_code == 200
+    for path in ("/health", "/health_generate", "/metrics"):
+        assert strict.get(path).status_code == 200
+    assert strict.get("/server_info", headers=KEY).json()["api_key"] == "***"
+
+
+def test_queue_full_abort_and_busy_flush(strict: RunningServer) -> None:
+    replies: dict[str, requests.Response] = {}
+
+    def ask(rid: str) -> None:
+        replies[rid] = strict.generate({**SLOW, "rid": rid}, headers=KEY)
+
+    threads = [threading.Thread(target=ask, args=(rid,)) for rid in ("slow-1", "slow-2")]
+    for thread in threads:
+        thread.start()
+    eventually(lambda: running(strict) == 2)
+    full = strict.generate({"text": "abc"}, headers=KEY)
+    assert full.status_code == 503
+    assert full.json()["error"]["message"] == "The request queue is full."
+    chat = {"messages": [{"role": "user", "content": "hi"}]}
+    assert strict.post("/v1/chat/completions", chat, headers=KEY).json()["code"] == 503
+    assert strict.post("/flush_cache", None, headers=KEY).status_code == 400
+    for body in ({}, {"rid": ""}, {"abort_all": False}, {"rid": 5}):
+        assert strict.post("/abort_request", body, headers=KEY).status_code == 400
+    # A prefix of a rid is not the rid.
+    assert strict.post("/abort_request", {"rid": "slow"}, headers=KEY).status_code == 200
+    assert running(strict) == 2
+    assert strict.post("/abort_request", {"rid": "slow-1"}, headers=KEY).status_code == 200
+    threads[0].join(10)
+    assert replies["slow-1"].status_code == 200
+    assert replies["slow-1"].json()["meta_info"]["finish_reason"]["type"] == "abort"
+    assert running(strict) == 1
+    assert strict.post("/abort_request", {"abort_all": True}, headers=KEY).status_code == 200
+    threads[1].join(10)
+    assert replies["slow-2"].json()["meta_info"]["finish_reason"]["type"] == "abort"
+    assert strict.post("/flush_cache", None, headers=KEY).status_code == 200
+
+
+def test_rid_in_use(strict: RunningServer) -> None:
+    thread = threading.Thread(
+        target=strict.generate, args=({**SLOW, "rid": "slow-x"},), kwargs={"headers": KEY}
+    )
+    thread.start()
+    eventually(lambda: running(strict) == 1)
+    again = strict.generate({**SLOW, "rid": "slow-x"}, headers=KEY)
+    assert again.status_code == 400
+    assert "rid" in again.json()["error"]["message"]
+    strict.post("/abort_request", {"rid": "slow-x"}, headers=KEY)
+    thread.join(10)
+
+
+def test_abort_of_a_batch(strict: RunningServer) -> None:
+    batch = {"text": ["abc", "xyz"], "rid": "slow-b", "sampling_params": {"max_new_tokens": 400}}
+    replies: list[requests.Response] = []
+    thread = threading.Thread(target=lambda: replies.append(strict.generate(batch, headers=KEY)))
+    thread.start()
+    eventually(lambda: running(strict) == 2)
+    strict.post("/abort_request", {"rid": "slow-b"}, headers=KEY)
+    thread.join(10)
+    reasons = [entry["meta_info"]["finish_reason"]["type"] for entry in replies[0].json()]
+    assert reasons == ["abort", "abort"]
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_disconnect_aborts(strict: RunningServer, path: str, stream: bool) -> None:
+    rid = f"slow-gone-{path.rsplit('/', 1)[-1]}-{stream}"
+    body = {
+        **SLOW,
+        "prompt": "abc",
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 400,
+        "stream": stream,
+        "rid": rid,
+        "ignore_eos": True,
+    }
+    if stream:
+        with strict.post(path, body, headers=KEY, stream=True) as reply:
+            next(reply.iter_lines())
+    else:
+        with pytest.raises(requests.ReadTimeout):
+            requests.post(strict.url + path, json=body, headers=KEY, timeout=0.3)
+    eventually(lambda: rid in aborted(strict) and running(strict) == 0)
+
+
+def test_scheduler_death_ends_the_server(model_dir: Path) -> None:
+    server = start_server(program(model_dir))
+    replies: list[requests.Response] = []
+    thread = threading.Thread(
+        target=lambda: replies.append(server.generate({**SLOW, "rid": "slow-last"}))
+    )
+    thread.start()
+    stream = server.generate({**SLOW, "rid": "slow-stream", "stream": True}, stream=True)
+    lines = stream.iter_lines()
+    assert b"text" in next(lines)
+    eventually(lambda: running(server) == 2)
+    killer = server.generate({"text": "abc", "rid": "die"})
+    assert killer.status_code == 503
+    assert "exit code 7" in killer.json()["error"]["message"]
+    thread.join(10)
+    assert replies[0].status_code == 503
+    rest = [line for line in lines if line]
+    assert rest[-1] == b"data: [DONE]"
+    assert b'"code":503' in rest[-2]
+    assert server.process.wait(15) == 1
+    output = server.process.communicate()[0]
+    assert "the scheduler process died (exit code 7)" in output
+    assert "Traceback" not in output
+
+
+def test_children_die_with_the_server(model_dir: Path) -> None:
+    server = start_server(program(model_dir))
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    assert len(children) >= 2
+    server.process.kill()
+    server.process.communicate()
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert not alive
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--served-model-name", "broken"], "error: the weights are missing"),
+        (["--model-path", "/nonexistent"], "error: "),
+    ],
+)
+def test_unusable_model_is_one_line(model_dir: Path, flags: list[str], message: str) -> None:
+    server = start_server(program(model_dir), *flags, wait=False)
+    output = server.process.communicate(timeout=60)[0]
+    assert server.process.returncode == 1
+    assert output.splitlines()[-1].startswith(message)
+    assert len(output.splitlines()) == 1
+
+
+def test_port_in_use(model_dir: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        server = start_server(program(model_dir), "--port", port, wait=False)
+        output = server.process.communicate(timeout=60)[0]
+    assert server.process.returncode == 1
+    assert output.strip() == f"error: cannot listen on 127.0.0.1:{port}: Address already in use"
