@@ -1,0 +1,66 @@
+"""What the native kernels need to know of formats and geometry."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+
+from minima_kernels.cpu import abi
+from minima_kernels.formats import BF16, F16, F32, FP8, TQ, Format, Part
+from minima_kernels.geometry import KVGeometry
+from minima_kernels.kinds import PageKind
+
+MAX_HEAD_DIM = 256
+
+_TYPES: dict[Format, abi.FormatType] = {
+    F32: abi.FormatType.F32,
+    F16: abi.FormatType.F16,
+    BF16: abi.FormatType.BF16,
+    FP8: abi.FormatType.FP8,
+}
+
+
+def unsupported(kinds: tuple[PageKind, ...], geometry: KVGeometry) -> str:
+    """Why the kernels cannot serve pages of these kinds; empty if they can."""
+    if geometry.head_dim % 16 or geometry.head_dim > MAX_HEAD_DIM:
+        return f"head dim {geometry.head_dim}"
+    if geometry.page_size % 16:
+        return f"page size {geometry.page_size}"
+    for kind in kinds:
+        for format_ in kind.formats:
+            if format_ not in _TYPES and not isinstance(format_, TQ):
+                return f"format {format_.name}"
+    return ""
+
+
+@lru_cache(maxsize=None)
+def layer_formats(
+    kinds: tuple[PageKind, ...], layer: int, geometry: KVGeometry
+) -> ctypes.Array[abi.Format]:
+    """One layer's share of a page of each kind."""
+    described = (abi.Format * max(1, len(kinds)))()
+    for target, kind in zip(described, kinds, strict=False):
+        _describe(target, kind, layer, geometry)
+    return described
+
+
+def _describe(target: abi.Format, kind: PageKind, layer: int, geometry: KVGeometry) -> None:
+    format_ = kind.formats[layer]
+    if isinstance(format_, TQ):
+        target.type = abi.FormatType.TQ
+        target.k_levels, target.v_levels = format_.k_levels, format_.v_levels
+    else:
+        target.type = _TYPES[format_]
+    layout, start = format_.layout(geometry), kind.layer_offset(layer, geometry)
+    for name in ("k_codes", "k_scales", "k_mean", "v_codes", "v_scales"):
+        part: Part | None = getattr(layout, name)
+        setattr(target, name, -1 if part is None else start + part.offset)
+        setattr(target, f"{name}_head", 0 if part is None else part.head_bytes)
+
+
+@lru_cache(maxsize=None)
+def native_geometry(geometry: KVGeometry, group_size: int) -> abi.Geometry:
+    """The geometry with ``group_size`` query heads per KV head."""
+    return abi.Geometry(
+        geometry.num_kv_heads, group_size, geometry.head_dim, geometry.page_size
+    )

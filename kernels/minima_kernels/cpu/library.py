@@ -1,0 +1,118 @@
+"""Loading the native extension and choosing its instruction-set level."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from minima_kernels.codebook import MAX_LEVELS, MIN_LEVELS, codebook
+from minima_kernels.cpu.abi import DecodePlan, Format, Geometry
+from minima_kernels.packing import word_shape
+
+logger = logging.getLogger(__name__)
+
+LEVELS = ("portable", "avx2", "avx512")
+"""Instruction-set levels, slowest first."""
+
+LEVEL_VARIABLE = "MINIMA_CPU_LEVEL"
+"""Environment variable that forces a level."""
+
+MISSING = "native extension not built"
+"""Reason that the route counters show when there is no extension."""
+
+
+@lru_cache(maxsize=None)
+def library() -> ctypes.CDLL | None:
+    """The extension, or ``None`` where it was not built; that is logged, once.
+
+    Raises:
+        ValueError: ``MINIMA_CPU_LEVEL`` names a level that this machine lacks.
+    """
+    files = sorted(Path(__file__).parent.glob("_native*.so"))
+    if not files:
+        logger.warning(
+            "The native CPU kernels are not built: attention on the CPU takes the torch route, "
+            "several times slower. Install a C++ compiler and reinstall, or run "
+            "`python setup.py build_ext --inplace`."
+        )
+        return None
+    native = ctypes.CDLL(str(files[-1]))
+    _declare(native)
+    for levels in range(MIN_LEVELS, MAX_LEVELS + 1):
+        _register(native, levels)
+    level = os.environ.get(LEVEL_VARIABLE)
+    if level:
+        _force(native, level)
+    return native
+
+
+def available_levels() -> tuple[str, ...]:
+    """The levels that this machine has; empty without the extension."""
+    native = library()
+    if native is None:
+        return ()
+    return tuple(level for level in LEVELS if native.minima_has_level(level.encode()))
+
+
+def current_level() -> str | None:
+    """The level in use, or ``None`` without the extension."""
+    native = library()
+    return None if native is None else native.minima_level().decode()
+
+
+def force_level(level: str | None) -> None:
+    """Use ``level`` from now on; ``None`` goes back to the best one.
+
+    Raises:
+        ValueError: this machine lacks the level.
+        RuntimeError: the extension is not built.
+    """
+    native = library()
+    if native is None:
+        raise RuntimeError(MISSING)
+    _force(native, level or "")
+
+
+def _force(native: ctypes.CDLL, level: str) -> None:
+    if not native.minima_force_level(level.encode()):
+        raise ValueError(f"this machine has no level {level!r} of native kernels")
+
+
+def _declare(native: ctypes.CDLL) -> None:
+    pointer, integer, real = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
+    native.minima_level.restype = ctypes.c_char_p
+    native.minima_has_level.argtypes = [ctypes.c_char_p]
+    native.minima_force_level.argtypes = [ctypes.c_char_p]
+    native.minima_register_levels.argtypes = [integer, integer, integer, real, pointer, pointer]
+    shared = [ctypes.POINTER(Geometry), ctypes.POINTER(Format), pointer, pointer, real]
+    native.minima_decode.argtypes = [
+        ctypes.POINTER(DecodePlan),
+        *shared,
+        pointer,
+        pointer,
+        pointer,
+        integer,
+    ]
+    native.minima_decode.restype = None
+
+
+def _register(native: ctypes.CDLL, levels: int) -> None:
+    book = codebook(levels, torch.device("cpu"))
+    step = float(book.centroids[-1]) / 127
+    centroids = (book.centroids / step).round().to(torch.int8)
+    shape = word_shape(levels)
+    registered = native.minima_register_levels(
+        levels,
+        shape.codes,
+        shape.bits,
+        step,
+        centroids.data_ptr(),
+        book.boundaries.contiguous().data_ptr(),
+    )
+    if not registered:
+        raise RuntimeError(f"the native extension cannot hold {levels} levels in {shape}")

@@ -1,0 +1,352 @@
+// Attention of some query rows of one KV head over a run of pages, with a running softmax.
+//
+// A tile is at most kTileTokens tokens of consecutive pages. Its keys and values are expanded once
+// for all rows into two scratch buffers, then rows are taken in blocks. In both products a vector
+// holds LANES outputs and the other factor is broadcast:
+//   scores  C[row][token]   = sum over channels of q[row][channel] * K[channel][token]
+//   outputs C[row][channel] = sum over tokens of weight[row][token] * V[token][channel]
+// TQ pages are multiplied in 16-bit integers (two factors per 32-bit lane, exact sums): queries
+// have 15 bits and a step of their own per row, weights 15 bits per row and tile. The other formats
+// are multiplied in float32.
+//
+// Tile layouts: keys   [token / LANES][channel or pair][LANES], pair = two neighbouring channels;
+//               values [channel / LANES][token or pair][LANES], pair = two neighbouring tokens.
+
+template <int NV, int RB>
+INLINE void block_i16(const int16_t* tile, int pairs, const int16_t* a, int lda, int32_t* c,
+                      int ldc) {
+  VI sums[NV][RB] = {};
+  for (int k = 0; k < pairs; ++k) {
+    VS b[NV];
+    for (int v = 0; v < NV; ++v) b[v] = load(tile + (v * pairs + k) * 2 * LANES);
+    for (int r = 0; r < RB; ++r) {
+      const VI pair = splat(*reinterpret_cast<const Word*>(a + r * lda + 2 * k));
+      for (int v = 0; v < NV; ++v) sums[v][r] = dot(sums[v][r], b[v], reinterpret_cast<VS>(pair));
+    }
+  }
+  for (int r = 0; r < RB; ++r)
+    for (int v = 0; v < NV; ++v) store(c + r * ldc + v * LANES, sums[v][r]);
+}
+
+template <int NV, int RB>
+INLINE void block_f32(const float* tile, int depth, const float* a, int lda, float* c, int ldc) {
+  VF sums[NV][RB] = {};
+  for (int k = 0; k < depth; ++k) {
+    VF b[NV];
+    for (int v = 0; v < NV; ++v) b[v] = load(tile + (v * depth + k) * LANES);
+    for (int r = 0; r < RB; ++r) {
+      const VF factor = splat(a[r * lda + k]);
+      for (int v = 0; v < NV; ++v) sums[v][r] += b[v] * factor;
+    }
+  }
+  for (int r = 0; r < RB; ++r)
+    for (int v = 0; v < NV; ++v) store(c + r * ldc + v * LANES, sums[v][r]);
+}
+
+template <int RB>
+void rows_i16(const int16_t* tile, int vectors, int pairs, const int16_t* a, int lda, int32_t* c,
+              int ldc) {
+  constexpr int NV = RB == 1 ? 8 : RB <= 3 ? 4 : 2;
+  int v = 0;
+  for (; v + NV <= vectors; v += NV)
+    block_i16<NV, RB>(tile + v * pairs * 2 * LANES, pairs, a, lda, c + v * LANES, ldc);
+  if (NV > 4 && v + 4 <= vectors) {
+    block_i16<4, RB>(tile + v * pairs * 2 * LANES, pairs, a, lda, c + v * LANES, ldc);
+    v += 4;
+  }
+  if (NV > 2 && v + 2 <= vectors) {
+    block_i16<2, RB>(tile + v * pairs * 2 * LANES, pairs, a, lda, c + v * LANES, ldc);
+    v += 2;
+  }
+  if (v < vectors)
+    block_i16<1, RB>(tile + v * pairs * 2 * LANES, pairs, a, lda, c + v * LANES, ldc);
+}
+
+template <int RB>
+void rows_f32(const float* tile, int vectors, int depth, const float* a, int lda, float* c,
+              int ldc) {
+  constexpr int NV = RB == 1 ? 8 : RB <= 3 ? 4 : 2;
+  int v = 0;
+  for (; v + NV <= vectors; v += NV)
+    block_f32<NV, RB>(tile + v * depth * LANES, depth, a, lda, c + v * LANES, ldc);
+  if (NV > 4 && v + 4 <= vectors) {
+    block_f32<4, RB>(tile + v * depth * LANES, depth, a, lda, c + v * LANES, ldc);
+    v += 4;
+  }
+  if (NV > 2 && v + 2 <= vectors) {
+    block_f32<2, RB>(tile + v * depth * LANES, depth, a, lda, c + v * LANES, ldc);
+    v += 2;
+  }
+  if (v < vectors)
+    block_f32<1, RB>(tile + v * depth * LANES, depth, a, lda, c + v * LANES, ldc);
+}
+
+void multiply(const int16_t* tile, int vectors, int depth, const int16_t* a, int lda, int32_t* c,
+              int ldc, int rows) {
+  const int pairs = depth / 2;
+  for (; rows >= 6; rows -= 6, a += 6 * lda, c += 6 * ldc)
+    rows_i16<6>(tile, vectors, pairs, a, lda, c, ldc);
+  switch (rows) {
+    case 5: rows_i16<5>(tile, vectors, pairs, a, lda, c, ldc); break;
+    case 4: rows_i16<4>(tile, vectors, pairs, a, lda, c, ldc); break;
+    case 3: rows_i16<3>(tile, vectors, pairs, a, lda, c, ldc); break;
+    case 2: rows_i16<2>(tile, vectors, pairs, a, lda, c, ldc); break;
+    case 1: rows_i16<1>(tile, vectors, pairs, a, lda, c, ldc); break;
+    default: break;
+  }
+}
+
+void multiply(const float* tile, int vectors, int depth, const float* a, int lda, float* c, int ldc,
+              int rows) {
+  for (; rows >= 6; rows -= 6, a += 6 * lda, c += 6 * ldc)
+    rows_f32<6>(tile, vectors, depth, a, lda, c, ldc);
+  switch (rows) {
+    case 5: rows_f32<5>(tile, vectors, depth, a, lda, c, ldc); break;
+    case 4: rows_f32<4>(tile, vectors, depth, a, lda, c, ldc); break;
+    case 3: rows_f32<3>(tile, vectors, depth, a, lda, c, ldc); break;
+    case 2: rows_f32<2>(tile, vectors, depth, a, lda, c, ldc); break;
+    case 1: rows_f32<1>(tile, vectors, depth, a, lda, c, ldc); break;
+    default: break;
+  }
+}
+
+// Quantise a row of queries to 15 bits; gives its step and the sum of its integers.
+void quantise(const float* q, int dim, int16_t* q16, float* step, int32_t* total) {
+  VF best = {};
+  for (int d = 0; d < dim; d += LANES) {
+    const VF x = load(q + d);
+    best = vmax(best, vmax(x, -x));
+  }
+  const float largest = maximum(best);
+  const float inverse = largest > 0 ? 32767.0f / largest : 0.0f;
+  VI all = {};
+  for (int d = 0; d < dim; d += LANES) {
+    const VF x = load(q + d) * inverse;
+    const VI rounded = to_int(x + (x < VF{} ? splat(-0.5f) : splat(0.5f)));
+    all += rounded;
+    *reinterpret_cast<VHalf*>(q16 + d) = narrow(rounded);
+  }
+  *total = sum(all);
+  *step = largest / 32767.0f;
+}
+
+// Scratch of one thread. Rows of a block are contiguous.
+struct Scratch {
+  alignas(64) unsigned char keys[kTileBytes];
+  alignas(64) unsigned char values[kTileBytes];
+  alignas(64) int32_t products[kRowBlock * 256];
+  alignas(64) float scores[kRowBlock * kMaxTile];
+  alignas(64) int16_t weights[kRowBlock * kMaxTile];
+  alignas(64) float k_scales[kMaxTile];
+  alignas(64) float v_scales[kMaxTile];
+  alignas(64) float means[kMaxChunks][256];
+  alignas(64) uint8_t bytes[kMaxTile * 256 + 64];
+  int32_t weight_total[kRowBlock];
+  float weight_step[kRowBlock];
+  float keep[kRowBlock];
+};
+
+// log2(2**a + 2**b); either may be -inf.
+INLINE float log2_add(float a, float b) {
+  const float high = a > b ? a : b, low = a > b ? b : a;
+  if (!(low > -INFINITY)) return high;
+  return high + __builtin_log2f(1.0f + __builtin_exp2f(low - high));
+}
+
+void load_scales(const uint8_t* stored, int tokens, int columns, float factor, float* scales) {
+  for (int t = 0; t < tokens; ++t) {
+    uint16_t half;
+    __builtin_memcpy(&half, stored + 2 * t, 2);
+    scales[t] = half_to_float(half) * factor;
+  }
+  for (int t = tokens; t < columns; ++t) scales[t] = 0;
+}
+
+template <typename Element>
+void attend_tile(const AttendJob& job, const MinimaFormat& format, const Chunk* chunks,
+                 int num_chunks, int columns, Scratch& s) {
+  constexpr bool is_tq = sizeof(Element) == 2;
+  const MinimaGeometry& g = *job.geometry;
+  const int dim = g.head_dim;
+  Element* keys = reinterpret_cast<Element*>(s.keys);
+  Element* values = reinterpret_cast<Element*>(s.values);
+
+  // The last valid token may leave lanes of a 16-column group empty: their scores are masked.
+  for (int i = 0; i < num_chunks; ++i) {
+    const Chunk& chunk = chunks[i];
+    const uint8_t* k = chunk.page + format.k_codes + job.head * format.k_codes_head;
+    const uint8_t* v = chunk.page + format.v_codes + job.head * format.v_codes_head;
+    expand_keys(format, k, chunk, columns, dim, keys, s.bytes);
+    expand_values(format, v, chunk, columns, dim, values, s.bytes);
+    float k_factor = 1, v_factor = 1;
+    if (is_tq) {
+      k_factor = level_table(format.k_levels).step;
+      v_factor = level_table(format.v_levels).step;
+    } else if (format.type == kFP8) {
+      k_factor = v_factor = 0x1p120f;
+    }
+    if (format.k_scales >= 0) {
+      const int64_t at = 2 * chunk.first;
+      load_scales(chunk.page + format.k_scales + job.head * format.k_scales_head + at,
+                  chunk.tokens, chunk.columns, k_factor, s.k_scales + chunk.column);
+      load_scales(chunk.page + format.v_scales + job.head * format.v_scales_head + at,
+                  chunk.tokens, chunk.columns, v_factor, s.v_scales + chunk.column);
+    } else {
+      for (int t = 0; t < chunk.columns; ++t) {
+        s.k_scales[chunk.column + t] = 1;
+        s.v_scales[chunk.column + t] = t < chunk.tokens ? 1.0f : 0.0f;
+      }
+    }
+    if (format.k_mean >= 0) {
+      const uint8_t* mean = chunk.page + format.k_mean + job.head * format.k_mean_head;
+      for (int d = 0; d < dim; ++d) {
+        uint16_t half;
+        __builtin_memcpy(&half, mean + 2 * d, 2);
+        s.means[i][d] = half_to_float(half);
+      }
+    }
+  }
+
+  for (int block = 0; block < job.rows; block += kRowBlock) {
+    const int rows = job.rows - block < kRowBlock ? job.rows - block : kRowBlock;
+    const float* q = job.q + static_cast<int64_t>(block) * dim;
+    float* out = job.out + static_cast<int64_t>(block) * dim;
+    float* scores = s.scores;
+    if constexpr (is_tq) {
+      const int16_t* q16 = job.q16 + static_cast<int64_t>(block) * dim;
+      multiply(keys, columns / LANES, dim, q16, dim, s.products, kMaxTile, rows);
+    } else {
+      multiply(keys, columns / LANES, dim, q, dim, scores, kMaxTile, rows);
+    }
+
+    for (int r = 0; r < rows; ++r) {
+      float* row = scores + r * kMaxTile;
+      float shift[kMaxChunks] = {};
+      if (format.k_mean >= 0) {
+        for (int i = 0; i < num_chunks; ++i) {
+          VF total = {};
+          for (int d = 0; d < dim; d += LANES) total += load(q + r * dim + d) * load(s.means[i] + d);
+          shift[i] = sum(total);
+        }
+      }
+      VF best = splat(-INFINITY);
+      for (int i = 0; i < num_chunks; ++i) {
+        const Chunk& chunk = chunks[i];
+        for (int t = 0; t < chunk.columns; t += LANES) {
+          const int at = chunk.column + t;
+          VF x;
+          if constexpr (is_tq) {
+            const VI exact = load(s.products + r * kMaxTile + at) - job.q_total[block + r] * kBias;
+            x = to_float(exact) * (load(s.k_scales + at) * job.q_step[block + r]) + shift[i];
+          } else {
+            x = load(row + at) * load(s.k_scales + at) + shift[i];
+          }
+          if (t + LANES > chunk.tokens)
+            x = lane_numbers() < splat(chunk.tokens - t) ? x : splat(-INFINITY);
+          store(row + at, x);
+          best = vmax(best, x);
+        }
+      }
+      const float old_max = job.max[block + r];
+      float new_max = maximum(best);
+      new_max = new_max > old_max ? new_max : old_max;
+      s.keep[r] = old_max == new_max ? 1.0f : __builtin_exp2f(old_max - new_max);
+      job.max[block + r] = new_max;
+
+      VF row_total = {}, largest = {};
+      for (int i = 0; i < num_chunks; ++i) {
+        const Chunk& chunk = chunks[i];
+        VF chunk_total = {};
+        for (int t = 0; t < chunk.columns; t += LANES) {
+          const int at = chunk.column + t;
+          VF p = exp2_negative(load(row + at) - new_max);
+          if (t + LANES > chunk.tokens) p = lane_numbers() < splat(chunk.tokens - t) ? p : VF{};
+          chunk_total += p;
+          p *= load(s.v_scales + at);
+          store(row + at, p);
+          largest = vmax(largest, p);
+        }
+        row_total += chunk_total;
+        if (job.page_sums) {
+          float* page_sum = job.page_sums + static_cast<int64_t>(chunk.page_index) * job.rows;
+          float& entry = page_sum[block + r];
+          entry = log2_add(entry, new_max + __builtin_log2f(sum(chunk_total)));
+        }
+      }
+      job.sum[block + r] = job.sum[block + r] * s.keep[r] + sum(row_total);
+
+      if constexpr (is_tq) {
+        const float top = maximum(largest);
+        const float inverse = top > 0 ? 32767.0f / top : 0.0f;
+        VI total = {};
+        for (int at = 0; at < columns; at += LANES) {
+          const VI w = to_int(load(row + at) * inverse + 0.5f);
+          total += w;
+          *reinterpret_cast<VHalf*>(s.weights + r * kMaxTile + at) = narrow(w);
+        }
+        s.weight_total[r] = sum(total);
+        s.weight_step[r] = top / 32767.0f;
+      }
+    }
+
+    if constexpr (is_tq) {
+      multiply(values, dim / LANES, columns, s.weights, kMaxTile, s.products, dim, rows);
+    } else {
+      multiply(values, dim / LANES, columns, scores, kMaxTile,
+               reinterpret_cast<float*>(s.products), dim, rows);
+    }
+    for (int r = 0; r < rows; ++r) {
+      float* o = out + static_cast<int64_t>(r) * dim;
+      const float keep = s.keep[r];
+      for (int d = 0; d < dim; d += LANES) {
+        VF x;
+        if constexpr (is_tq) {
+          const VI exact = load(s.products + r * dim + d) - s.weight_total[r] * kBias;
+          x = to_float(exact) * s.weight_step[r];
+        } else {
+          x = load(reinterpret_cast<float*>(s.products) + r * dim + d);
+        }
+        store(o + d, load(o + d) * keep + x);
+      }
+    }
+  }
+}
+
+template <typename Element>
+void attend_pages(const AttendJob& job, const MinimaFormat& format, const uint8_t* arena,
+                  const int64_t* pages, int64_t num_pages, int last_len, int64_t position,
+                  Scratch& scratch) {
+  const int page_size = job.geometry->page_size;
+  int limit = kTileBytes / static_cast<int>(sizeof(Element)) / job.geometry->head_dim / 16 * 16;
+  if (limit > kMaxTile) limit = kMaxTile;
+  // Several small pages share a tile; groups start at multiples of their length in the sequence,
+  // so that results do not depend on how a run of pages was cut.
+  const int per_tile = page_size < limit ? limit / page_size : 1;
+  Chunk chunks[kMaxChunks];
+  int num_chunks = 0, columns = 0;
+  for (int64_t i = 0; i < num_pages; ++i) {
+    const int length = i + 1 == num_pages ? last_len : page_size;
+    for (int first = 0; first < length; first += limit) {
+      const int tokens = length - first < limit ? length - first : limit;
+      const int rounded = (tokens + 15) / 16 * 16;
+      chunks[num_chunks++] =
+          Chunk{arena + pages[i], static_cast<int>(i), first, tokens, rounded, columns};
+      columns += rounded;
+      const bool group_ends = (position + i + 1) % per_tile == 0 || i + 1 == num_pages;
+      if (group_ends || first + limit < length) {
+        attend_tile<Element>(job, format, chunks, num_chunks, columns, scratch);
+        num_chunks = columns = 0;
+      }
+    }
+  }
+}
+
+void attend(const AttendJob& job, const MinimaFormat& format, const uint8_t* arena,
+            const int64_t* pages, int64_t num_pages, int last_len, int64_t position,
+            void* scratch) {
+  Scratch& s = *static_cast<Scratch*>(scratch);
+  if (format.type == kTQ)
+    attend_pages<int16_t>(job, format, arena, pages, num_pages, last_len, position, s);
+  else
+    attend_pages<float>(job, format, arena, pages, num_pages, last_len, position, s);
+}

@@ -1,0 +1,45 @@
+// AVX-512 with VNNI: products on 512-bit vectors, expansion on 256-bit ones.
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#include <cmath>
+
+#include "levels.h"
+#include "tables.h"
+
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")
+
+#define INLINE inline __attribute__((always_inline))
+
+namespace minima {
+namespace avx512 {
+namespace {
+
+#define LANES 16
+#include "simd.h"
+
+INLINE VI lane_numbers() { return VI{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
+INLINE VHalf narrow(VI v) {
+  return reinterpret_cast<VHalf>(_mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(v)));
+}
+INLINE VI dot(VI total, VS a, VS b) {
+  return reinterpret_cast<VI>(_mm512_dpwssd_epi32(reinterpret_cast<__m512i>(total),
+                                                  reinterpret_cast<__m512i>(a),
+                                                  reinterpret_cast<__m512i>(b)));
+}
+
+#include "tile.h"
+#include "unpack.inl"
+#include "x86.inl"
+#include "attend.inl"
+
+}  // namespace
+}  // namespace avx512
+
+const Level avx512_level = {"avx512", sizeof(avx512::Scratch), avx512::quantise, avx512::attend};
+
+}  // namespace minima
+
+#pragma GCC pop_options
+#endif

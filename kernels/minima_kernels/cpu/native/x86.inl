@@ -1,0 +1,301 @@
+// Expansion of keys and values into tiles with 256-bit vectors: the AVX2 and AVX-512 levels.
+// Loads may run up to 32 bytes past a part's end; another part of the page follows it there.
+
+constexpr int kHalves = LANES / 8;  // 8-lane groups per vector
+
+// Index of 8-lane group `group`, step `k` of `depth`, in a tile.
+INLINE int64_t place(int group, int depth, int k) {
+  return (static_cast<int64_t>(group / kHalves) * depth + k) * LANES + group % kHalves * 8;
+}
+
+INLINE __m256i load256(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+INLINE __m128i load128(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
+INLINE void store256(void* p, __m256i v) { _mm256_storeu_si256(static_cast<__m256i*>(p), v); }
+
+// rows[i] lane j becomes rows[j] lane i, 32-bit lanes.
+INLINE void transpose(__m256i rows[8]) {
+  __m256i a[8], b[8];
+  for (int i = 0; i < 4; ++i) {
+    a[2 * i] = _mm256_unpacklo_epi32(rows[2 * i], rows[2 * i + 1]);
+    a[2 * i + 1] = _mm256_unpackhi_epi32(rows[2 * i], rows[2 * i + 1]);
+  }
+  for (int i = 0; i < 2; ++i) {
+    b[4 * i + 0] = _mm256_unpacklo_epi64(a[4 * i], a[4 * i + 2]);
+    b[4 * i + 1] = _mm256_unpackhi_epi64(a[4 * i], a[4 * i + 2]);
+    b[4 * i + 2] = _mm256_unpacklo_epi64(a[4 * i + 1], a[4 * i + 3]);
+    b[4 * i + 3] = _mm256_unpackhi_epi64(a[4 * i + 1], a[4 * i + 3]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    rows[i] = _mm256_permute2x128_si256(b[i], b[i + 4], 0x20);
+    rows[i + 4] = _mm256_permute2x128_si256(b[i], b[i + 4], 0x31);
+  }
+}
+
+// Bit fields of BITS bits. A code is brought to the top of a 16-bit lane by a byte shuffle and a
+// multiplication, and down by a shift; then a byte shuffle looks the centroid up. High bytes index
+// entry 0 of the table, which is zero.
+template <int BITS>
+struct Fields {
+  // Shuffle that puts code `code`, counted in bits from byte 0 of its 128-bit lane, into the 16-bit
+  // lane `lane`, and the factor that then moves it to the top.
+  static void set(int lane, int code, int8_t* shuffle, uint16_t* factor) {
+    const int byte = BITS * code / 8, shift = BITS * code % 8;
+    shuffle[2 * lane] = static_cast<int8_t>(byte);
+    shuffle[2 * lane + 1] = static_cast<int8_t>(shift + BITS > 8 ? byte + 1 : -128);
+    factor[lane] = static_cast<uint16_t>(1 << (16 - BITS - shift));
+  }
+
+  alignas(32) int8_t key_shuffle[4][32];
+  alignas(32) uint16_t key_factor[4][16];
+  alignas(32) int8_t value_shuffle[32];
+  alignas(32) uint16_t value_factor[16];
+
+  Fields() {
+    // Keys: each 32-bit lane holds eight codes of one token; pair i takes codes 2i and 2i + 1.
+    for (int i = 0; i < 4; ++i)
+      for (int lane = 0; lane < 16; ++lane) {
+        set(lane, 2 * i + lane % 2, key_shuffle[i], key_factor[i]);
+        for (int byte = 2 * lane; byte < 2 * lane + 2; ++byte)
+          if (key_shuffle[i][byte] >= 0)
+            key_shuffle[i][byte] = static_cast<int8_t>(key_shuffle[i][byte] + lane / 2 % 4 * 4);
+      }
+    // Values: both 128-bit lanes hold 16 codes of one token. Lanes are ordered so that interleaving
+    // two tokens gives channels 0-7 and channels 8-15.
+    for (int lane = 0; lane < 16; ++lane)
+      set(lane, lane / 8 * 4 + lane % 8 / 4 * 8 + lane % 4, value_shuffle, value_factor);
+  }
+
+  static const Fields& instance() {
+    static const Fields fields;
+    return fields;
+  }
+};
+
+template <int BITS>
+INLINE __m256i look_up(__m256i packed, __m256i shuffle, __m256i factor, __m256i table) {
+  const __m256i lanes = _mm256_mullo_epi16(_mm256_shuffle_epi8(packed, shuffle), factor);
+  return _mm256_shuffle_epi8(table, _mm256_srli_epi16(lanes, 16 - BITS));
+}
+
+// 64 codes of a row as eight 32-bit lanes of eight codes each.
+template <int BITS>
+INLINE __m256i load_octets(const uint8_t* p) {
+  if constexpr (BITS == 4) return load256(p);
+  if constexpr (BITS == 3) {
+    const __m256i halves = _mm256_inserti128_si256(_mm256_castsi128_si256(load128(p)),
+                                                   load128(p + 12), 1);
+    return _mm256_shuffle_epi8(
+        halves, _mm256_setr_epi8(0, 1, 2, -1, 3, 4, 5, -1, 6, 7, 8, -1, 9, 10, 11, -1, 0, 1, 2, -1,
+                                 3, 4, 5, -1, 6, 7, 8, -1, 9, 10, 11, -1));
+  }
+  if constexpr (BITS == 2) return _mm256_cvtepu16_epi32(load128(p));
+  return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+}
+
+template <int BITS>
+void keys_from_fields(const uint8_t* codes, const uint8_t* centroids, const Chunk& chunk, int dim,
+                      int16_t* keys) {
+  const Fields<BITS>& fields = Fields<BITS>::instance();
+  const __m256i table = _mm256_broadcastsi128_si256(load128(centroids));
+  __m256i shuffle[4], factor[4];
+  for (int i = 0; i < 4; ++i) {
+    shuffle[i] = load256(fields.key_shuffle[i]);
+    factor[i] = load256(fields.key_factor[i]);
+  }
+  const int row_bytes = dim * BITS / 8, octets = dim / 8;
+  for (int t = 0; t < chunk.columns; t += 8) {
+    const uint8_t* row = codes + static_cast<int64_t>(chunk.first + t) * row_bytes;
+    const int group = (chunk.column + t) / 8;
+    for (int octet = 0; octet < octets; octet += 8) {
+      __m256i lanes[8];
+      for (int i = 0; i < 8; ++i)
+        lanes[i] = load_octets<BITS>(row + i * row_bytes + octet * BITS);
+      transpose(lanes);
+      const int count = octets - octet < 8 ? octets - octet : 8;
+      int16_t* out = keys + 2 * place(group, dim / 2, octet * 4);
+      for (int j = 0; j < count; ++j)
+        for (int i = 0; i < 4; ++i)
+          store256(out + (j * 4 + i) * 2 * LANES,
+                   look_up<BITS>(lanes[j], shuffle[i], factor[i], table));
+    }
+  }
+}
+
+template <int BITS>
+void values_from_fields(const uint8_t* codes, const uint8_t* centroids, const Chunk& chunk,
+                        int columns, int dim, int16_t* values) {
+  const Fields<BITS>& fields = Fields<BITS>::instance();
+  const __m256i table = _mm256_broadcastsi128_si256(load128(centroids));
+  const __m256i shuffle = load256(fields.value_shuffle), factor = load256(fields.value_factor);
+  const int row_bytes = dim * BITS / 8, pairs = columns / 2;
+  for (int t = 0; t < chunk.columns; t += 2) {
+    const uint8_t* row = codes + static_cast<int64_t>(chunk.first + t) * row_bytes;
+    for (int d = 0; d < dim; d += 16) {
+      const uint8_t* p = row + d * BITS / 8;
+      const __m256i a = look_up<BITS>(_mm256_broadcastsi128_si256(load128(p)), shuffle, factor,
+                                      table);
+      const __m256i b = look_up<BITS>(_mm256_broadcastsi128_si256(load128(p + row_bytes)), shuffle,
+                                      factor, table);
+      const int pair = (chunk.column + t) / 2;
+      store256(values + 2 * place(d / 8, pairs, pair), _mm256_unpacklo_epi16(a, b));
+      store256(values + 2 * place(d / 8 + 1, pairs, pair), _mm256_unpackhi_epi16(a, b));
+    }
+  }
+}
+
+// The same from bytes: mixed-radix codes that `unpack_bytes` has expanded.
+void keys_from_bytes(const uint8_t* bytes, const Chunk& chunk, int dim, int16_t* keys) {
+  const __m256i low = _mm256_setr_epi8(0, -1, 1, -1, 4, -1, 5, -1, 8, -1, 9, -1, 12, -1, 13, -1, 0,
+                                       -1, 1, -1, 4, -1, 5, -1, 8, -1, 9, -1, 12, -1, 13, -1);
+  const __m256i high = _mm256_or_si256(low, _mm256_set1_epi16(2));
+  for (int t = 0; t < chunk.columns; t += 8) {
+    const int group = (chunk.column + t) / 8;
+    for (int d = 0; d < dim; d += 32) {
+      __m256i lanes[8];
+      for (int i = 0; i < 8; ++i) lanes[i] = load256(bytes + (t + i) * dim + d);
+      transpose(lanes);
+      const int count = dim - d < 32 ? (dim - d) / 4 : 8;
+      int16_t* out = keys + 2 * place(group, dim / 2, d / 2);
+      for (int j = 0; j < count; ++j) {
+        store256(out + 2 * j * 2 * LANES, _mm256_shuffle_epi8(lanes[j], low));
+        store256(out + (2 * j + 1) * 2 * LANES, _mm256_shuffle_epi8(lanes[j], high));
+      }
+    }
+  }
+}
+
+void values_from_bytes(const uint8_t* bytes, const Chunk& chunk, int columns, int dim,
+                       int16_t* values) {
+  const __m256i spread = _mm256_setr_epi8(0, -1, 1, -1, 2, -1, 3, -1, 8, -1, 9, -1, 10, -1, 11, -1,
+                                          4, -1, 5, -1, 6, -1, 7, -1, 12, -1, 13, -1, 14, -1, 15,
+                                          -1);
+  const int pairs = columns / 2;
+  for (int t = 0; t < chunk.columns; t += 2) {
+    const int pair = (chunk.column + t) / 2;
+    for (int d = 0; d < dim; d += 16) {
+      const uint8_t* p = bytes + t * dim + d;
+      const __m256i a = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load128(p)), spread);
+      const __m256i b = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load128(p + dim)), spread);
+      store256(values + 2 * place(d / 8, pairs, pair), _mm256_unpacklo_epi16(a, b));
+      store256(values + 2 * place(d / 8 + 1, pairs, pair), _mm256_unpackhi_epi16(a, b));
+    }
+  }
+}
+
+void expand_keys(const MinimaFormat& format, const uint8_t* codes, const Chunk& chunk, int, int dim,
+                 int16_t* keys, uint8_t* bytes) {
+  const LevelTable& table = level_table(format.k_levels);
+  switch (format.k_levels) {
+    case 16: return keys_from_fields<4>(codes, table.bytes, chunk, dim, keys);
+    case 8: return keys_from_fields<3>(codes, table.bytes, chunk, dim, keys);
+    case 4: return keys_from_fields<2>(codes, table.bytes, chunk, dim, keys);
+    case 2: return keys_from_fields<1>(codes, table.bytes, chunk, dim, keys);
+    default: break;
+  }
+  unpack_bytes(table, codes, static_cast<int64_t>(chunk.first) * dim,
+               static_cast<int64_t>(chunk.columns) * dim, bytes + 8);
+  keys_from_bytes(bytes + 8, chunk, dim, keys);
+}
+
+void expand_values(const MinimaFormat& format, const uint8_t* codes, const Chunk& chunk,
+                   int columns, int dim, int16_t* values, uint8_t* bytes) {
+  const LevelTable& table = level_table(format.v_levels);
+  switch (format.v_levels) {
+    case 16: return values_from_fields<4>(codes, table.bytes, chunk, columns, dim, values);
+    case 8: return values_from_fields<3>(codes, table.bytes, chunk, columns, dim, values);
+    case 4: return values_from_fields<2>(codes, table.bytes, chunk, columns, dim, values);
+    case 2: return values_from_fields<1>(codes, table.bytes, chunk, columns, dim, values);
+    default: break;
+  }
+  unpack_bytes(table, codes, static_cast<int64_t>(chunk.first) * dim,
+               static_cast<int64_t>(chunk.columns) * dim, bytes + 8);
+  values_from_bytes(bytes + 8, chunk, columns, dim, values);
+}
+
+// FP8 values stay at 2**-120 of their size: moved into place, e4m3 bits are float32 bits of that,
+// subnormal numbers included. The scales put the factor back.
+constexpr int32_t kFP8Mask = static_cast<int32_t>(0x87f00000u);
+
+void expand_keys(const MinimaFormat& format, const uint8_t* codes, const Chunk& chunk, int, int dim,
+                 float* keys, uint8_t*) {
+  const int row_bytes = format.type == kFP8 ? dim : format.type == kF32 ? 4 * dim : 2 * dim;
+  const __m256i fp8_mask = _mm256_set1_epi32(kFP8Mask);
+  const __m256i high_mask = _mm256_set1_epi32(static_cast<int32_t>(0xffff0000u));
+  for (int t = 0; t < chunk.columns; t += 8) {
+    const uint8_t* row = codes + static_cast<int64_t>(chunk.first + t) * row_bytes;
+    float* out = keys + place((chunk.column + t) / 8, dim, 0);
+    __m256i lanes[8];
+    if (format.type == kFP8) {
+      for (int d = 0; d < dim; d += 32) {
+        for (int i = 0; i < 8; ++i) lanes[i] = load256(row + i * row_bytes + d);
+        transpose(lanes);
+        const int count = dim - d < 32 ? (dim - d) / 4 : 8;
+        for (int j = 0; j < count; ++j) {
+          float* at = out + (d + 4 * j) * LANES;
+          for (int byte = 0; byte < 4; ++byte) {
+            const __m256i top = _mm256_slli_epi32(lanes[j], 24 - 8 * byte);
+            store256(at + byte * LANES, _mm256_and_si256(_mm256_srai_epi32(top, 4), fp8_mask));
+          }
+        }
+      }
+    } else if (format.type == kBF16) {
+      for (int d = 0; d < dim; d += 16) {
+        for (int i = 0; i < 8; ++i) lanes[i] = load256(row + i * row_bytes + 2 * d);
+        transpose(lanes);
+        for (int j = 0; j < 8; ++j) {
+          store256(out + (d + 2 * j) * LANES, _mm256_slli_epi32(lanes[j], 16));
+          store256(out + (d + 2 * j + 1) * LANES, _mm256_and_si256(lanes[j], high_mask));
+        }
+      }
+    } else {
+      for (int d = 0; d < dim; d += 8) {
+        for (int i = 0; i < 8; ++i) {
+          const uint8_t* p = row + i * row_bytes;
+          lanes[i] = format.type == kF32
+                         ? load256(p + 4 * d)
+                         : _mm256_castps_si256(_mm256_cvtph_ps(load128(p + 2 * d)));
+        }
+        transpose(lanes);
+        for (int j = 0; j < 8; ++j) store256(out + (d + j) * LANES, lanes[j]);
+      }
+    }
+  }
+}
+
+template <int TYPE>
+INLINE __m256i load_floats(const uint8_t* row, int d) {
+  if constexpr (TYPE == kFP8) {
+    const __m256i wide =
+        _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(row + d)));
+    return _mm256_and_si256(_mm256_slli_epi32(wide, 20), _mm256_set1_epi32(kFP8Mask));
+  }
+  if constexpr (TYPE == kBF16)
+    return _mm256_slli_epi32(_mm256_cvtepu16_epi32(load128(row + 2 * d)), 16);
+  if constexpr (TYPE == kF16) return _mm256_castps_si256(_mm256_cvtph_ps(load128(row + 2 * d)));
+  return load256(row + 4 * d);
+}
+
+template <int TYPE>
+void values_from_rows(const uint8_t* codes, const Chunk& chunk, int columns, int dim,
+                      float* values) {
+  const int row_bytes = TYPE == kFP8 ? dim : TYPE == kF32 ? 4 * dim : 2 * dim;
+  for (int t = 0; t < chunk.tokens; ++t) {
+    const uint8_t* row = codes + static_cast<int64_t>(chunk.first + t) * row_bytes;
+    for (int d = 0; d < dim; d += 8)
+      store256(values + place(d / 8, columns, chunk.column + t), load_floats<TYPE>(row, d));
+  }
+  // Bytes behind the last token may be anything; a weight of zero does not undo a NaN.
+  for (int t = chunk.tokens; t < chunk.columns; ++t)
+    for (int d = 0; d < dim; d += 8)
+      store256(values + place(d / 8, columns, chunk.column + t), _mm256_setzero_si256());
+}
+
+void expand_values(const MinimaFormat& format, const uint8_t* codes, const Chunk& chunk,
+                   int columns, int dim, float* values, uint8_t*) {
+  switch (format.type) {
+    case kFP8: return values_from_rows<kFP8>(codes, chunk, columns, dim, values);
+    case kBF16: return values_from_rows<kBF16>(codes, chunk, columns, dim, values);
+    case kF16: return values_from_rows<kF16>(codes, chunk, columns, dim, values);
+    default: return values_from_rows<kF32>(codes, chunk, columns, dim, values);
+  }
+}
