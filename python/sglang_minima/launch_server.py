@@ -9,7 +9,7 @@ import socket
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_minima.processes import (
     SCHEDULER,
@@ -21,9 +21,10 @@ from sglang_minima.processes import (
 )
 from sglang_minima.server_args import ServerArgs, parse_args
 
-logger = logging.getLogger("sglang_minima")
+if TYPE_CHECKING:
+    from sglang_minima.entrypoints.info_api import ServerStatus
 
-EMBEDDED_MODEL_NAME = "SmolLM2-135M-Instruct"
+logger = logging.getLogger("sglang_minima")
 
 
 def main(argv: list[str] | None = None, scheduler: str = SCHEDULER) -> int:
@@ -47,11 +48,6 @@ def main(argv: list[str] | None = None, scheduler: str = SCHEDULER) -> int:
         return 1
 
 
-def model_name(args: ServerArgs) -> str:
-    """The name in `/v1/models` and `/model_info`."""
-    return args.served_model_name or args.model_path or EMBEDDED_MODEL_NAME
-
-
 def load_tokenizer(args: ServerArgs) -> Any:
     """The tokenizer of a resolved model.
 
@@ -68,17 +64,17 @@ def load_tokenizer(args: ServerArgs) -> Any:
 
 def _serve(args: ServerArgs, scheduler: str) -> int:
     with _bind(args.host, args.port) as listener:
-        name = model_name(args)
-        args = resolve_model(args)
-        group = start(args, scheduler)
+        resolved = resolve_model(args)
+        group = start(resolved, scheduler)
         try:
             # Imported while the children start: it takes as long as they need.
             from sglang_minima.entrypoints.http_server import HttpServer
+            from sglang_minima.entrypoints.info_api import ServerStatus
 
-            tokenizer = load_tokenizer(args)
-            info = group.wait_ready()
-            _announce(args, name, info, listener)
-            death = HttpServer(args, name, info, group, tokenizer).run(listener)
+            tokenizer = load_tokenizer(resolved)
+            status = ServerStatus.begin(args, str(resolved.model_path), group.wait_ready())
+            _announce(status, listener)
+            death = HttpServer(status, group, tokenizer).run(listener)
         finally:
             group.stop()
     if death is not None:
@@ -105,15 +101,16 @@ def _bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _announce(args: ServerArgs, name: str, info: dict[str, Any], listener: socket.socket) -> None:
+def _announce(status: ServerStatus, listener: socket.socket) -> None:
     """What runs where, how much fits, and a request to try."""
+    args, info = status.args, status.model_info
     host, port = args.host, listener.getsockname()[1]
     reachable = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
     key = " -H 'Authorization: Bearer <api key>'" if args.api_key else ""
     logger.info(
         "%s runs on %s in %s (KV profile %s): %s tokens fit, context %s, page size %s; "
         "listening on http://%s:%d, process %d.",
-        Path(name).name,
+        Path(status.model_name).name,
         info["device"],
         info["dtype"],
         args.kv_profile,
@@ -135,6 +132,8 @@ def _announce(args: ServerArgs, name: str, info: dict[str, Any], listener: socke
 
 def _end(signum: int, frame: FrameType | None) -> None:
     # Also reached after the HTTP server has drained: it raises the signal once more at its end.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
     raise SystemExit(0)
 
 

@@ -7,6 +7,7 @@ that signal does not help); the parent learns at once when a child dies.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import ctypes
 import dataclasses
 import importlib
@@ -17,7 +18,6 @@ import shutil
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from multiprocessing import connection
 from multiprocessing.connection import Connection
@@ -36,7 +36,7 @@ DETOKENIZER = "sglang_minima.tokenization.detokenizer:run_detokenizer"
 "error": ...} through the connection once."""
 
 _PR_SET_PDEATHSIG = 1
-_STOP_SECONDS = 5.0
+_EXIT_SECONDS = 5.0
 
 
 class LaunchError(RuntimeError):
@@ -64,6 +64,7 @@ class ProcessGroup:
         self.addresses = Addresses.create()
         self._processes: dict[str, BaseProcess] = {}
         self._pipes: dict[str, Connection] = {}
+        atexit.register(self.stop)
         # The death signal follows the *thread* that forked: only the main thread outlives them.
         signalled = threading.current_thread() is threading.main_thread()
         parent = os.getpid() if signalled else None
@@ -115,19 +116,16 @@ class ProcessGroup:
 
     def stop(self) -> None:
         """Ends the children and removes the ipc directory; can be called more than once."""
+        atexit.unregister(self.stop)
         for process in self._processes.values():
-            process.terminate()
-        deadline = time.monotonic() + _STOP_SECONDS
+            process.kill()
         for process in self._processes.values():
-            process.join(max(0.0, deadline - time.monotonic()))
-            if process.exitcode is None:
-                process.kill()
-                process.join()
+            process.join()
         shutil.rmtree(self.addresses.directory, ignore_errors=True)
 
     def _obituary(self, name: str) -> str:
         process = self._processes[name]
-        process.join(_STOP_SECONDS)
+        process.join(_EXIT_SECONDS)
         return f"the {name} process died ({describe_exit(process.exitcode)})"
 
 
@@ -174,8 +172,10 @@ def _run_child(
 ) -> None:
     """Entry point of every child process."""
     _die_with_parent(parent)
-    # Ctrl-C reaches the whole process group; the parent decides when the children end.
+    # Ctrl-C reaches the whole process group, and service managers signal every process: the
+    # parent alone decides when the children end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     configure_logging(args.log_level)
     try:
         module, _, function = main.partition(":")

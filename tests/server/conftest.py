@@ -24,7 +24,7 @@ def fake(model_dir: Path) -> Iterator[RunningServer]:
     program = [str(HERE / "fake_server.py"), "--model-path", str(model_dir)]
     server = start_server(program, "--served-model-name", "fake-model")
     yield server
-    server.process.send_signal(signal.SIGTERM)
+    server.process.send_signal(signal.SIGINT)
     output = server.process.communicate(timeout=30)[0]
     assert server.process.returncode == 0, output
 

@@ -16,7 +16,8 @@ def test_health(fake: RunningServer, path: str) -> None:
 @pytest.mark.parametrize("path", ["/model_info", "/get_model_info"])
 def test_model_info(fake: RunningServer, path: str) -> None:
     body = fake.get(path).json()
-    assert body["model_path"] == "fake-model"
+    assert body["served_model_name"] == "fake-model"
+    assert body["model_path"].startswith("/")
     assert body["model_type"] == "llama"
     assert body["architectures"] == ["LlamaForCausalLM"]
     assert body["is_generation"] is True

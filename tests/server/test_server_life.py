@@ -40,20 +40,26 @@ def program(model_dir: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def strict(model_dir: Path) -> Iterator[RunningServer]:
-    """A server with a key that takes two sequences at a time; Ctrl-C ends it without a trace."""
+    """A server with a key that takes two sequences at a time.
+
+    It ends without a trace when a service manager sends SIGTERM to every process.
+    """
     before = ipc_directories()
-    flags = ["--api-key", "sesame", "--max-queued-requests", "1", "--max-running-requests", "1"]
+    flags = ["--api-key", "sesame", "--log-requests"]
+    flags += ["--max-queued-requests", "1", "--max-running-requests", "1"]
     server = start_server(program(model_dir), *flags)
     children = psutil.Process(server.process.pid).children(recursive=True)
     created = ipc_directories() - before
     yield server
-    server.process.send_signal(signal.SIGINT)
+    for process in [*children, psutil.Process(server.process.pid)]:
+        process.send_signal(signal.SIGTERM)
     output = server.process.communicate(timeout=30)[0]
     assert server.process.returncode == 0
     assert "Traceback" not in output
     assert "curl http://127.0.0.1" in output
     assert "400 tokens fit" in output
     assert "sesame" not in output
+    assert "Request slow-1: #prompt-token: 3, #cached-token: 2" in output
     assert not psutil.wait_procs(children, timeout=5)[1]
     assert created
     assert not ipc_directories() & created

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import logging
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from types import TracebackType
@@ -12,8 +13,8 @@ from typing import Any, TypeVar
 from sglang_minima.entrypoints.generate_input import GenerateCall, parse_generate
 from sglang_minima.entrypoints.info_api import ServerStatus, server_info
 from sglang_minima.entrypoints.native_api import collect_replies, stream_replies
-from sglang_minima.launch_server import load_tokenizer, model_name
-from sglang_minima.processes import SCHEDULER, configure_logging, resolve_model, start
+from sglang_minima.launch_server import load_tokenizer
+from sglang_minima.processes import SCHEDULER, resolve_model, start
 from sglang_minima.server_args import ServerArgs
 from sglang_minima.tokenization.manager import ModelLimits, TokenizerManager
 
@@ -41,17 +42,16 @@ class Engine:
 
     def __init__(self, *, scheduler: str = SCHEDULER, **settings: Any) -> None:
         args = ServerArgs(**{"log_level": "error", **settings})
-        configure_logging(args.log_level)
-        name = model_name(args)
-        args = resolve_model(args)
-        self._group = start(args, scheduler)
+        logging.getLogger("sglang_minima").setLevel(args.log_level.upper())
+        resolved = resolve_model(args)
+        self._group = start(resolved, scheduler)
         try:
-            self.tokenizer = load_tokenizer(args)
+            self.tokenizer = load_tokenizer(resolved)
             info = self._group.wait_ready()
         except BaseException:
             self._group.stop()
             raise
-        self._status = ServerStatus.begin(args, name, info)
+        self._status = ServerStatus.begin(args, str(resolved.model_path), info)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="engine", daemon=True)
         self._thread.start()

@@ -7,7 +7,6 @@ import logging
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -18,7 +17,6 @@ from sglang_minima.entrypoints.metrics import ServerMetrics
 from sglang_minima.entrypoints.native_api import add_native_routes
 from sglang_minima.entrypoints.openai_api import add_openai_routes
 from sglang_minima.processes import ProcessGroup
-from sglang_minima.server_args import ServerArgs
 from sglang_minima.tokenization.manager import ModelLimits, TokenizerManager
 from sglang_minima.tokenization.tokenizer import Tokenizer
 from starlette.exceptions import HTTPException
@@ -29,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 _DRAIN_SECONDS = 10
 """How long running requests may go on after the server was asked to end."""
+_KEEP_ALIVE_SECONDS = 60
+"""Longer than the idle time after which usual clients drop pooled connections themselves."""
 _BACKLOG = 2048
 
 
@@ -36,27 +36,23 @@ class HttpServer:
     """Serves one launched model until a signal, or the death of a process, ends it.
 
     Args:
-        args: settings, with `model_path` resolved.
-        model_name: name in `/v1/models`.
-        info: what the scheduler reported when it was ready.
+        status: settings, and what the scheduler reported when it was ready.
         group: the running processes.
         tokenizer: of the model.
     """
 
     def __init__(
         self,
-        args: ServerArgs,
-        model_name: str,
-        info: dict[str, Any],
+        status: ServerStatus,
         group: ProcessGroup,
         tokenizer: Tokenizer,
     ) -> None:
-        self._args = args
+        args = self._args = status.args
         self._group = group
         self._tokenizer = tokenizer
-        self._limits = ModelLimits.from_info(info)
-        self._metrics = ServerMetrics(model_name, args.log_requests)
-        self._status = ServerStatus.begin(args, model_name, info)
+        self._limits = ModelLimits.from_info(status.model_info)
+        self._metrics = ServerMetrics(status.model_name, args.log_requests)
+        self._status = status
         self._death: str | None = None
         config = uvicorn.Config(
             self._app(),
@@ -64,6 +60,7 @@ class HttpServer:
             log_config=None,
             access_log=args.log_level == "debug",
             timeout_graceful_shutdown=_DRAIN_SECONDS,
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             backlog=_BACKLOG,
         )
         self._server = uvicorn.Server(config)

@@ -23,7 +23,8 @@ from sglang_minima.tokenization.state import EngineDead
 from starlette.requests import Request
 from starlette.responses import Response
 
-HEALTH_SECONDS = 20.0
+EMBEDDED_MODEL_NAME = "SmolLM2-135M-Instruct"
+_HEALTH_SECONDS = 20.0
 
 
 @dataclass
@@ -31,7 +32,9 @@ class ServerStatus:
     """What the information routes report beside the scheduler's own numbers."""
 
     args: ServerArgs
-    model_name: str
+    """As the user gave them."""
+    model_dir: str
+    """What `args.model_path` was resolved to."""
     model_info: dict[str, Any]
     """What the scheduler reported when it was ready."""
     started: float
@@ -39,17 +42,31 @@ class ServerStatus:
     """False until the first request of the server to itself has been answered."""
 
     @classmethod
-    def begin(cls, args: ServerArgs, model_name: str, model_info: dict[str, Any]) -> ServerStatus:
+    def begin(cls, args: ServerArgs, model_dir: str, model_info: dict[str, Any]) -> ServerStatus:
         """The status of a server that starts now."""
-        return cls(args, model_name, model_info, time.time())
+        return cls(args, model_dir, model_info, time.time())
+
+    @property
+    def model_path(self) -> str:
+        """What the user calls the model; frontends choose a chat template by it."""
+        return self.args.model_path or EMBEDDED_MODEL_NAME
+
+    @property
+    def model_name(self) -> str:
+        """The name in `/v1/models`."""
+        return self.args.served_model_name or self.model_path
+
+    @property
+    def tokenizer_path(self) -> str:
+        return self.args.tokenizer_path or self.model_dir
 
 
 def model_info(status: ServerStatus) -> dict[str, Any]:
     """The answer of `/model_info`."""
     return {
-        "model_path": status.model_name,
+        "model_path": status.model_path,
         "served_model_name": status.model_name,
-        "tokenizer_path": status.args.tokenizer_path or status.args.model_path,
+        "tokenizer_path": status.tokenizer_path,
         "is_generation": True,
         "preferred_sampling_params": None,
         "weight_version": WEIGHT_VERSION,
@@ -70,9 +87,9 @@ def server_info(status: ServerStatus, scheduler: dict[str, Any]) -> dict[str, An
         **status.args.to_dict(),
         **status.model_info,
         **scheduler,
-        "model_path": status.model_name,
+        "model_path": status.model_path,
         "served_model_name": status.model_name,
-        "tokenizer_path": status.args.tokenizer_path or status.args.model_path,
+        "tokenizer_path": status.tokenizer_path,
         "tp_size": 1,
         "dp_size": 1,
         "startup_time": status.started,
@@ -112,7 +129,7 @@ def add_info_routes(
         if not healthy():
             return Response(status_code=503)
         try:
-            await asyncio.wait_for(probe(manager), HEALTH_SECONDS)
+            await asyncio.wait_for(probe(manager), _HEALTH_SECONDS)
         except (TimeoutError, EngineDead):
             return Response(status_code=503)
         return Response(status_code=200)
