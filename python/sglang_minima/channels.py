@@ -43,7 +43,7 @@ class Sender:
     """Sends messages to one address; never blocks and never drops (unbounded queue)."""
 
     def __init__(self, address: str) -> None:
-        self._socket = zmq.Context.instance().socket(zmq.PUSH)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(address)
@@ -60,7 +60,7 @@ class Receiver(Generic[T]):
     """Receives messages of a union type, in a plain (not asyncio) process."""
 
     def __init__(self, address: str, message_type: Any) -> None:
-        self._socket = zmq.Context.instance().socket(zmq.PULL)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.bind(address)
         self._decoder = msgspec.msgpack.Decoder(message_type)

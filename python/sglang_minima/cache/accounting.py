@@ -19,8 +19,29 @@ def _counters(counters: LifecycleCounters) -> dict[str, Any]:
     return values
 
 
+def _tiers(cache: PrefixCache) -> dict[str, dict[str, int]]:
+    """Pages and bytes by tier. Anchors are known by their position; O(cached nodes)."""
+    profile, geometry = cache.profile, cache.arena.geometry
+    kinds = cache.pool.stats().kinds
+    stale = kinds[profile.stale.name].pages_used if profile.compresses else 0
+    anchors: set[int] = set()
+    for node in () if cache.tree is None else cache.tree.walk():
+        anchors.update(node.pages[: max(profile.anchor_pages - node.start, 0)])
+    for table in cache.lifecycle.tables.values():
+        anchors.update(table.pages[: min(profile.anchor_pages, table.sealed_pages)])
+    recent = kinds[profile.recent.name].pages_used - len(anchors)
+    return {
+        tier: {"pages": pages, "bytes": pages * kind.bytes_per_page(geometry)}
+        for tier, pages, kind in (
+            ("recent", recent, profile.recent),
+            ("anchor", len(anchors), profile.recent),
+            ("stale", stale, profile.stale),
+        )
+    }
+
+
 def report(cache: PrefixCache) -> dict[str, Any]:
-    """Pages and bytes by kind; the `bytes` entries add up to `arena_bytes`."""
+    """Pages and bytes by kind; all bytes together are `arena_bytes`."""
     geometry = cache.arena.geometry
     stats = cache.pool.stats()
     raw = PageKind.uniform("bf16", BF16, geometry.num_layers)
@@ -48,6 +69,7 @@ def report(cache: PrefixCache) -> dict[str, Any]:
         "free_slab_bytes": stats.free_slabs * cache.pool.slab_granules * GRANULE,
         "unassigned_bytes": stats.unassigned_granules * GRANULE,
         "kinds": kinds,
+        "tiers": _tiers(cache),
         "pages_used": used_pages,
         "bytes_used": used_bytes,
         "compression_vs_bf16": used_pages * bf16_page / used_bytes if used_bytes else None,

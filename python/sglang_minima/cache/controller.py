@@ -59,10 +59,12 @@ class TierController:
     def step(self, limit: int) -> int:
         """Converts up to `limit` pages of the backlog; returns how many were converted."""
         conversions: list[Conversion] = []
+        chosen: set[int] = set()
         while self._backlog and len(conversions) < limit:
             candidate = self._backlog.popleft()
             page = self._resolve(candidate)
-            if page is None or not self._is_recent(page):
+            # Several requests may have queued a page that they share.
+            if page is None or page in chosen or not self._is_recent(page):
                 continue
             try:
                 conversions.append(
@@ -72,6 +74,7 @@ class TierController:
                 # No room for the copy now: keep the page as it is, try again later.
                 self._backlog.appendleft(candidate)
                 break
+            chosen.add(page)
         self._convert(conversions, self._profile.recent, self._profile.stale)
         return len(conversions)
 

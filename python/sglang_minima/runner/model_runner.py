@@ -80,7 +80,8 @@ class ModelRunner:
         """Runs the batch: writes KV of every row, returns hidden states [rows, hidden]."""
         assert self._attention is not None, "forward before attach"
         self._attention.bind(batch)
-        return self.model(batch.input_ids, batch.positions, self._attention)
+        hidden: torch.Tensor = self.model(batch.input_ids, batch.positions, self._attention)
+        return hidden
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

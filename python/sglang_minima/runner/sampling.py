@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from sglang_minima.messages import LogProb
+from sglang_minima.messages import LogProb, LogProbs
 from sglang_minima.sampling_params import SamplingParams
 
 _MASK = (1 << 64) - 1
@@ -149,11 +149,7 @@ def log_probs_of(
     targets: Sequence[int | None],
     top: int,
     chosen: Sequence[int] | None,
-) -> tuple[
-    list[tuple[float | None, int]],
-    list[list[LogProb] | None] | None,
-    list[list[LogProb] | None] | None,
-]:
+) -> LogProbs:
     """Log-probabilities under the model's own distribution (temperature 1, no penalties).
 
     Args:
@@ -163,7 +159,7 @@ def log_probs_of(
         chosen: ids whose log-probability is wanted at every row.
 
     Returns:
-        (tokens, top, chosen) lists with one entry a row, as in `messages.LogProbs`.
+        One entry a row.
     """
     logp = torch.log_softmax(logits, dim=-1)
     ids = torch.tensor([t or 0 for t in targets], device=logits.device).unsqueeze(-1)
@@ -184,4 +180,4 @@ def log_probs_of(
         chosens = [
             list(zip(v, chosen, strict=True)) for v in logp.index_select(-1, wanted).tolist()
         ]
-    return tokens, tops, chosens
+    return LogProbs(tokens, tops, chosens)

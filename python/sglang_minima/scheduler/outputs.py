@@ -28,13 +28,11 @@ def record_output_logprobs(
         message = request.message
         if not message.return_logprob:
             continue
-        fresh = LogProbs(
-            *log_probs_of(
-                logits[row : row + 1],
-                [tokens[row]],
-                message.top_logprobs_num,
-                message.token_ids_logprob,
-            )
+        fresh = log_probs_of(
+            logits[row : row + 1],
+            [tokens[row]],
+            message.top_logprobs_num,
+            message.token_ids_logprob,
         )
         request.unsent_logprobs = _join(request.unsent_logprobs, fresh)
 
@@ -63,13 +61,11 @@ def record_input_logprobs(request: Request, start: int, logits: torch.Tensor) ->
     if done >= stop:
         return
     rows = logits[done - 1 - start : stop - 1 - start]
-    fresh = LogProbs(
-        *log_probs_of(
-            rows,
-            list(request.tokens[done:stop]),
-            message.top_logprobs_num,
-            message.token_ids_logprob,
-        )
+    fresh = log_probs_of(
+        rows,
+        list(request.tokens[done:stop]),
+        message.top_logprobs_num,
+        message.token_ids_logprob,
     )
     request.input_logprobs = _join(request.input_logprobs, fresh)
 

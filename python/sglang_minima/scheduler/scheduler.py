@@ -119,18 +119,11 @@ class Scheduler:
         works = self._schedule()
         if not works:
             return self._cache.controller.step(self._args.retier_pages_per_step) > 0
-        started = time.perf_counter()
         # In deterministic mode every sequence runs alone: results must not depend on the batch.
         groups = [[pair] for pair in works] if self._cache.deterministic else [works]
         for group in groups:
             self._run([pair for pair in group if pair[0].table is not None])
-        self.statistics.record_step(
-            works,
-            time.perf_counter() - started,
-            len(self._running),
-            len(self._waiting),
-            self._cache,
-        )
+        self.statistics.record_step(works, len(self._running), len(self._waiting), self._cache)
         # Conversions wait while a prompt is in prefill: they must not delay a first token.
         if all(request.prefilled for request in self._running):
             self._cache.controller.step(self._args.retier_pages_per_step)
@@ -234,7 +227,7 @@ class Scheduler:
             self._fail(request, "the KV cache cannot hold this request")
 
     def _preempt(self, request: Request) -> None:
-        """Takes the pages of a running request; sealed ones stay in the tree while there is room."""
+        """Takes the pages of a running request; sealed ones stay cached while there is room."""
         self._running.remove(request)
         self._cache.release(request)
         request.preemptions += 1

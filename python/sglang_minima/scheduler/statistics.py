@@ -58,7 +58,6 @@ class Statistics:
     def record_step(
         self,
         works: Sequence[tuple[Request, Work]],
-        seconds: float,
         running: int,
         waiting: int,
         cache: PrefixCache,

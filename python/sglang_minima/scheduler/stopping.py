@@ -18,7 +18,7 @@ _REGEX_TIMEOUT = 0.05
 
 
 class StopMatcher:
-    """Stop conditions of one sequence; text is decoded only when a string or pattern asks for it."""
+    """Stop conditions of one sequence; text is decoded only when a string or pattern needs it."""
 
     def __init__(
         self, sampling: SamplingParams, eos_ids: frozenset[int], tokenizer: Tokenizer | None
