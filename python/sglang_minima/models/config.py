@@ -70,14 +70,16 @@ class ModelConfig:
             ModelLoadError: a field is missing or has the wrong type.
             UnsupportedModel: an architecture, activation, rope or attention this server lacks.
         """
-        architecture = _architecture(config)
-        _check_supported(config)
         try:
+            architecture = _architecture(config)
+            _check_supported(config)
             return cls._parse(architecture, config, generation_config or {})
         except KeyError as error:
             raise ModelLoadError(f"config.json has no field {error}.") from None
-        except (TypeError, ValueError) as error:
-            raise ModelLoadError(f"config.json has a field of the wrong type: {error}.") from None
+        except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+            raise ModelLoadError(
+                f"config.json has a field of the wrong type or value: {error}."
+            ) from None
 
     @classmethod
     def _parse(
