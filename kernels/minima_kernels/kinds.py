@@ -3,23 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 from minima_kernels.formats import Format
 from minima_kernels.geometry import GRANULE, KVGeometry, align
-
-
-@cache
-def _offsets(formats: tuple[Format, ...], geometry: KVGeometry) -> tuple[int, ...]:
-    """Byte offset of each layer's share, then the end of the last one."""
-    if len(formats) != geometry.num_layers:
-        raise ValueError(
-            f"a kind of {len(formats)} layers does not fit a model of {geometry.num_layers}"
-        )
-    sizes = (format_.layer_bytes(geometry) for format_ in formats)
-    return tuple(accumulate(sizes, initial=0))
 
 
 @dataclass(frozen=True)
@@ -31,6 +19,9 @@ class PageKind:
 
     name: str
     formats: tuple[Format, ...]
+    _offsets: dict[KVGeometry, tuple[int, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @classmethod
     def uniform(cls, name: str, format_: Format, num_layers: int) -> PageKind:
@@ -55,13 +46,26 @@ class PageKind:
         """Whether every layer takes single token rows."""
         return all(format_.appendable for format_ in self.formats)
 
+    def _layer_offsets(self, geometry: KVGeometry) -> tuple[int, ...]:
+        """Byte offset of each layer's share, then the end of the last one."""
+        offsets = self._offsets.get(geometry)
+        if offsets is None:
+            if len(self.formats) != geometry.num_layers:
+                raise ValueError(
+                    f"kind {self.name!r} has {len(self.formats)} layers, "
+                    f"the model {geometry.num_layers}"
+                )
+            sizes = (format_.layer_bytes(geometry) for format_ in self.formats)
+            offsets = self._offsets[geometry] = tuple(accumulate(sizes, initial=0))
+        return offsets
+
     def layer_offset(self, layer: int, geometry: KVGeometry) -> int:
         """Bytes from the start of the page to the layer's share."""
-        return _offsets(self.formats, geometry)[layer]
+        return self._layer_offsets(geometry)[layer]
 
     def bytes_per_page(self, geometry: KVGeometry) -> int:
         """Bytes of a page, padding to a whole number of granules included."""
-        return align(_offsets(self.formats, geometry)[-1], GRANULE)
+        return align(self._layer_offsets(geometry)[-1], GRANULE)
 
     def granules(self, geometry: KVGeometry) -> int:
         """Size of a page in granules."""
@@ -77,5 +81,5 @@ class PageKind:
         for format_ in self.formats:
             for purpose, size in format_.layout(geometry).account(geometry).items():
                 total[purpose] += size
-        total["padding"] += self.bytes_per_page(geometry) - _offsets(self.formats, geometry)[-1]
+        total["padding"] += self.bytes_per_page(geometry) - self._layer_offsets(geometry)[-1]
         return total

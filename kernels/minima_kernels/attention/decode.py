@@ -25,19 +25,18 @@ from minima_kernels.attention.plan import (
     Segment,
     check_segment,
 )
-from minima_kernels.attention.tile import Partial, attend, mask_tail
+from minima_kernels.attention.tile import Partial, attend, clear_tail
 from minima_kernels.geometry import KVGeometry
 from minima_kernels.kinds import PageKind
 from minima_kernels.routes import ROUTES, RouteCounters
 
-# With few rows per page the partials are small and every page may be a chunk of its own; with
-# many, partials outweigh the pages unless several pages share one.
+# With few readers the partials of a page are small and every page may be a chunk of its own; with
+# many they would outweigh the page unless several pages share one.
 _WIDE_READERS = 8
-_WIDE_CHUNK_SIZES = (16, 4, 1)
-_NARROW_CHUNK_SIZES = (1,)
+_WIDE_CHUNK_PAGES = 16
 
 # Expanded values of a tile on a CPU: past the cache, more is slower.
-_CPU_TILE_VALUES = 1 << 20
+_CPU_TILE_VALUES = 1 << 21
 
 
 class PageEntries(NamedTuple):
@@ -53,7 +52,7 @@ class DecodeGroup(NamedTuple):
     kind_index: int
     addresses: torch.Tensor  # int64 [X, C]
     rows: torch.Tensor  # int64 [X, R]
-    lengths: torch.Tensor | None  # int64 [X], valid tokens of a chunk where some are not full
+    lengths: torch.Tensor | None  # int64 [X], valid tokens of a chunk; None where all are full
     first_partial: int  # place of its X * R partials among all
     first_entry: int  # place of its X * C * R page entries among all
 
@@ -71,23 +70,29 @@ class DecodePlan:
     scratch_bytes: int
 
 
-def _cut(
-    segment: CheckedSegment, page_size: int
-) -> list[tuple[tuple[int, int, int, bool], Int64Array]]:
-    """Chunks of a segment: (kind, readers, chunk size, partly full) and addresses ``[x, C]``."""
-    key = segment.kind_index, len(segment.readers)
-    sizes = _WIDE_CHUNK_SIZES if key[1] >= _WIDE_READERS else _NARROW_CHUNK_SIZES
-    is_open = segment.last_page_len < page_size
-    first, stop = 0, len(segment.addresses) - is_open
-    chunks = []
-    for size in sizes:
-        count = (stop - first) // size
-        if count:
-            part = segment.addresses[first : first + count * size].reshape(count, size)
-            chunks.append(((*key, size, False), part))
-            first += count * size
-    if is_open:
-        chunks.append(((*key, 1, True), segment.addresses[-1:, None]))
+class _GroupKey(NamedTuple):
+    kind_index: int
+    num_readers: int
+    num_pages: int
+
+
+class _Chunks(NamedTuple):
+    addresses: Int64Array  # [x, C]
+    readers: Int64Array  # [R]
+    lengths: Int64Array  # [x], valid tokens
+
+
+def _cut(segment: CheckedSegment, page_size: int) -> list[_Chunks]:
+    """The chunks of a segment, of one or two sizes, in order of position."""
+    num_pages = len(segment.addresses)
+    size = min(_WIDE_CHUNK_PAGES, num_pages) if len(segment.readers) >= _WIDE_READERS else 1
+    whole = num_pages - num_pages % size
+    chunks = [
+        _Chunks(part, segment.readers, np.full(len(part), part.shape[1] * page_size))
+        for part in (segment.addresses[:whole].reshape(-1, size), segment.addresses[None, whole:])
+        if part.size
+    ]
+    chunks[-1].lengths[-1] -= page_size - segment.last_page_len
     return chunks
 
 
@@ -110,32 +115,33 @@ def plan_decode(
     Raises:
         ValueError: a segment with a reader, kind or page length out of range.
     """
-    chunks: dict[tuple[int, int, int, bool], list[tuple[Int64Array, CheckedSegment]]]
-    chunks = defaultdict(list)
+    by_group: dict[_GroupKey, list[_Chunks]] = defaultdict(list)
     for segment in segments:
         checked = check_segment(segment, num_rows, kinds, geometry)
         if len(checked.addresses) and len(checked.readers):
-            for key, addresses in _cut(checked, geometry.page_size):
-                chunks[key].append((addresses, checked))
+            for chunks in _cut(checked, geometry.page_size):
+                key = _GroupKey(checked.kind_index, len(checked.readers), chunks.addresses.shape[1])
+                by_group[key].append(chunks)
 
     groups: list[DecodeGroup] = []
     partial_rows: list[Int64Array] = []
     entry_addresses: list[Int64Array] = []
     entry_rows: list[Int64Array] = []
     num_partials = num_entries = 0
-    for (kind_index, num_readers, size, is_open), parts in chunks.items():
-        addresses = np.concatenate([part for part, _ in parts])
-        counts = [len(part) for part, _ in parts]
-        rows = np.repeat(np.stack([segment.readers for _, segment in parts]), counts, axis=0)
-        lengths = None
-        if is_open:
-            last = np.array([segment.last_page_len for _, segment in parts])
-            lengths = torch.from_numpy(last).to(device)
+    for (kind_index, num_readers, num_pages), parts in by_group.items():
+        addresses = np.concatenate([part.addresses for part in parts])
+        rows = np.repeat(
+            np.stack([part.readers for part in parts]),
+            [len(part.lengths) for part in parts],
+            axis=0,
+        )
+        lengths = np.concatenate([part.lengths for part in parts])
+        is_full = bool((lengths == num_pages * geometry.page_size).all())
         group = DecodeGroup(
             kind_index,
             torch.from_numpy(addresses).to(device),
             torch.from_numpy(rows).to(device),
-            lengths,
+            None if is_full else torch.from_numpy(lengths).to(device),
             num_partials,
             num_entries,
         )
@@ -143,7 +149,7 @@ def plan_decode(
         num_partials += rows.size
         num_entries += addresses.size * num_readers
         partial_rows.append(rows.ravel())
-        shape = (len(addresses), size, num_readers)
+        shape = len(addresses), num_pages, num_readers
         entry_addresses.append(np.broadcast_to(addresses[:, :, None], shape).ravel())
         entry_rows.append(np.broadcast_to(rows[:, None], shape).ravel())
 
@@ -191,7 +197,7 @@ def run_decode(
     routes.count("decode", "torch")
     # GQA: the queries that share a KV head become further rows of it.
     grouped = (q.float() * scale).view(plan.num_rows, heads, -1, geometry.head_dim)
-    partials = _Partials(plan, q, page_mass)
+    partials = _Partials(plan)
     for group in plan.groups:
         format_ = plan.kinds[group.kind_index].formats[layer]
         offset = plan.kinds[group.kind_index].layer_offset(layer, geometry)
@@ -199,24 +205,20 @@ def run_decode(
         num_chunks, num_pages = group.addresses.shape
         step = _chunks_per_tile(plan, group, grouped.shape[2])
         for first in range(0, num_chunks, step):
-            addresses = group.addresses[first : first + step]
-            rows = group.rows[first : first + step]
-            data = gather(arena, addresses.flatten(), offset, size)
+            chunks = slice(first, first + step)
+            data = gather(arena, group.addresses[chunks].flatten(), offset, size)
             tile = format_.expand(data.view(-1, num_pages, size), geometry)
             masked = None
             if group.lengths is not None:
-                lengths = group.lengths[first : first + step, None]
-                invalid = torch.arange(geometry.page_size, device=q.device) >= lengths
-                tile = mask_tail(tile, invalid)
+                slots = torch.arange(num_pages * geometry.page_size, device=q.device)
+                invalid = slots >= group.lengths[chunks, None]
+                clear_tail(tile, invalid)
                 masked = invalid[:, None, None]
-            # [X, R, H, G, D] to [X, H, R * G, D]
-            queries = grouped[rows].transpose(1, 2).flatten(2, 3)
-            partials.store(
-                group,
-                first,
-                attend(queries, tile, masked, num_pages if page_mass else None),
-            )
-    return partials.merge(q.dtype)
+            # [X, R, H, G, D] to [X * H, R * G, D]
+            queries = grouped[group.rows[chunks]].transpose(1, 2).flatten(2, 3).flatten(0, 1)
+            partial = attend(queries, tile, masked, num_pages if page_mass else None)
+            partials.append(partial, group.rows.shape[1])
+    return partials.merge(q)
 
 
 def _chunks_per_tile(plan: DecodePlan, group: DecodeGroup, group_size: int) -> int:
@@ -233,70 +235,62 @@ def _chunks_per_tile(plan: DecodePlan, group: DecodeGroup, group_size: int) -> i
 
 
 class _Partials:
-    """The partials of a run, and their merge."""
+    """The partials of a run, in the order of the plan, and their merge."""
 
-    def __init__(self, plan: DecodePlan, q: torch.Tensor, page_mass: bool) -> None:
+    def __init__(self, plan: DecodePlan) -> None:
         self.plan = plan
-        self.heads = plan.geometry.num_kv_heads
-        count = plan.partial_rows.numel()
-        self.maximum = q.new_empty(count, q.shape[1], dtype=torch.float32)
-        self.total = torch.empty_like(self.maximum)
-        self.out = q.new_empty(count, q.shape[1], q.shape[2], dtype=torch.float32)
-        self.page_totals: torch.Tensor | None = None
-        if page_mass:
-            entries = plan.page_entries.rows.numel()
-            self.page_totals = q.new_empty(entries, q.shape[1], dtype=torch.float32)
+        self._maximum: list[torch.Tensor] = []  # [partials, Hq]
+        self._total: list[torch.Tensor] = []  # [partials, Hq]
+        self._out: list[torch.Tensor] = []  # [partials, Hq, D]
+        self._page_totals: list[torch.Tensor] = []  # [entries, Hq]
 
-    def store(self, group: DecodeGroup, first_chunk: int, partial: Partial) -> None:
-        """Store the partials of a tile: heads and readers back in the order of query rows."""
-        num_readers = group.rows.shape[1]
+    def append(self, partial: Partial, num_readers: int) -> None:
+        """Add the partials of a tile, heads and readers back in the order of query rows."""
+        heads = self.plan.geometry.num_kv_heads
 
-        def rows_first(x: torch.Tensor) -> torch.Tensor:
-            """``[X, H, R * G, ...]`` to ``[X, R, H, G, ...]``."""
-            return x.unflatten(2, (num_readers, -1)).transpose(1, 2)
+        def by_row(x: torch.Tensor) -> torch.Tensor:
+            """``[X * H, R * G, ...]`` to ``[X, R, H, G, ...]``."""
+            return x.unflatten(1, (num_readers, -1)).unflatten(0, (-1, heads)).transpose(1, 2)
 
-        def place(target: torch.Tensor, first: int, x: torch.Tensor) -> None:
-            """Copy ``x [..., H, G, *rest]`` over the rows of ``target [rows, Hq, *rest]``."""
-            count = x.numel() // target[0].numel()
-            target[first : first + count].view(x.shape).copy_(x)
+        self._maximum.append(by_row(partial.maximum).flatten(0, 1).flatten(1, 2))
+        self._total.append(by_row(partial.total).flatten(0, 1).flatten(1, 2))
+        self._out.append(by_row(partial.out).flatten(0, 1).flatten(1, 2))
+        if partial.page_totals is not None:
+            by_page = by_row(partial.page_totals).movedim(-1, 1)
+            self._page_totals.append(by_page.flatten(0, 2).flatten(1, 2))
 
-        first = group.first_partial + first_chunk * num_readers
-        place(self.maximum, first, rows_first(partial.maximum))
-        place(self.total, first, rows_first(partial.total))
-        place(self.out, first, rows_first(partial.out))
-        if self.page_totals is not None:
-            assert partial.page_totals is not None
-            per_page = rows_first(partial.page_totals).movedim(-1, 1)
-            first = group.first_entry + first_chunk * group.addresses.shape[1] * num_readers
-            place(self.page_totals, first, per_page)
-
-    def merge(self, dtype: torch.dtype) -> AttentionOutput:
+    def merge(self, q: torch.Tensor) -> AttentionOutput:
         """m = max m_j; l = sum e^(m_j - m) l_j; O = sum e^(m_j - m) O_j / l, for every row."""
+        maximum = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
+        if not self._maximum:
+            mass = q.new_empty((0, q.shape[1]), dtype=torch.float32)
+            return AttentionOutput(torch.zeros_like(q), maximum, mass)
         rows = self.plan.partial_rows
-        num_rows, num_heads = self.plan.num_rows, self.maximum.shape[1]
-        row_of = rows[:, None].expand_as(self.maximum)
-        maximum = self.maximum.new_full((num_rows, num_heads), -torch.inf)
-        maximum.scatter_reduce_(0, row_of, self.maximum, "amax")
-        weights = torch.exp(self.maximum - maximum[rows])
-        total = torch.zeros_like(maximum).scatter_add_(0, row_of, self.total * weights)
-        scaled = self.out.mul_(weights[..., None]).flatten(1)
-        out = scaled.new_zeros(num_rows, scaled.shape[1])
+        partial_maximum = torch.cat(self._maximum)
+        row_of = rows[:, None].expand_as(partial_maximum)
+        maximum.scatter_reduce_(0, row_of, partial_maximum, "amax")
+        weights = torch.exp(partial_maximum - maximum[rows])
+        total = torch.zeros_like(maximum)
+        total.scatter_add_(0, row_of, torch.cat(self._total) * weights)
+        scaled = (torch.cat(self._out) * weights[..., None]).flatten(1)
+        out = scaled.new_zeros(len(maximum), scaled.shape[1])
         out.scatter_add_(0, rows[:, None].expand_as(scaled), scaled)
-        # Rows without pages have a total of zero, an output of zero, and a maximum of -inf.
-        out = out.view(num_rows, num_heads, -1) / total.clamp_min(1e-38)[..., None]
+        # A row's total is at least 1, or 0 for a row without pages: its output stays zero.
+        out = out.view(q.shape) / total.clamp_min(1.0)[..., None]
         lse = maximum + total.log()
-        return AttentionOutput(out.to(dtype), lse, self._page_mass(lse))
+        return AttentionOutput(out.to(q.dtype), lse, self._page_mass(partial_maximum, lse))
 
-    def _page_mass(self, lse: torch.Tensor) -> torch.Tensor | None:
-        if self.page_totals is None:
+    def _page_mass(self, maximum: torch.Tensor, lse: torch.Tensor) -> torch.Tensor | None:
+        if not self._page_totals:
             return None
-        factors = torch.exp(self.maximum - lse[self.plan.partial_rows])
+        mass = torch.cat(self._page_totals)
+        factors = torch.exp(maximum - lse[self.plan.partial_rows])
         for group in self.plan.groups:
             num_chunks, num_pages = group.addresses.shape
             num_readers = group.rows.shape[1]
-            count = num_chunks * num_readers
-            factor = factors[group.first_partial : group.first_partial + count]
-            entries = self.page_totals[group.first_entry :][: count * num_pages]
-            shape = num_chunks, num_pages, num_readers, -1
-            entries.view(shape).mul_(factor.view(num_chunks, 1, num_readers, -1))
-        return self.page_totals
+            factor = factors[group.first_partial :][: num_chunks * num_readers]
+            entries = mass[group.first_entry :][: num_chunks * num_pages * num_readers]
+            entries.view(num_chunks, num_pages, num_readers, -1).mul_(
+                factor.view(num_chunks, 1, num_readers, -1)
+            )
+        return mass

@@ -24,7 +24,7 @@ from minima_kernels.attention.plan import (
     Segment,
     check_segment,
 )
-from minima_kernels.attention.tile import Partial, attend, mask_tail
+from minima_kernels.attention.tile import Partial, attend, clear_tail
 from minima_kernels.formats import Tile
 from minima_kernels.geometry import KVGeometry
 from minima_kernels.kinds import PageKind
@@ -157,7 +157,7 @@ def _cut(
 
 
 class _Running:
-    """Running softmax of query rows ``q [1, H, M, D]``."""
+    """Running softmax of query rows ``q [H, M, D]``."""
 
     def __init__(self, q: torch.Tensor) -> None:
         self.q = q
@@ -167,13 +167,13 @@ class _Running:
 
     def update(self, rows: slice, partial: Partial) -> None:
         """Add a partial of the rows ``rows`` of M."""
-        maximum = torch.maximum(self.maximum[:, :, rows], partial.maximum)
-        keep = torch.exp(self.maximum[:, :, rows] - maximum)
+        maximum = torch.maximum(self.maximum[:, rows], partial.maximum)
+        keep = torch.exp(self.maximum[:, rows] - maximum)
         take = torch.exp(partial.maximum - maximum)
-        self.maximum[:, :, rows] = maximum
-        self.total[:, :, rows] = self.total[:, :, rows] * keep + partial.total * take
-        scaled = self.out[:, :, rows] * keep[..., None]
-        self.out[:, :, rows] = scaled.addcmul_(partial.out, take[..., None])
+        self.maximum[:, rows] = maximum
+        self.total[:, rows] = self.total[:, rows] * keep + partial.total * take
+        scaled = self.out[:, rows] * keep[..., None]
+        self.out[:, rows] = scaled.addcmul_(partial.out, take[..., None])
 
     def partial(self) -> Partial:
         return Partial(self.maximum, self.total, self.out, None)
@@ -213,8 +213,8 @@ def run_extend(
     group_size = q.shape[1] // heads
 
     def by_head(x: torch.Tensor) -> torch.Tensor:
-        """``[N, H, G, ...]`` to ``[1, H, N * G, ...]``: GQA queries become rows of their head."""
-        return x.transpose(0, 1).flatten(1, 2)[None]
+        """``[N, H, G, D]`` to ``[H, N * G, D]``: the queries of a KV head become its rows."""
+        return x.transpose(0, 1).flatten(1, 2)
 
     grouped = (q.float() * scale).view(num_rows, heads, group_size, dim)
     state = _Running(by_head(grouped))
@@ -231,7 +231,7 @@ def run_extend(
 
     def by_row(x: torch.Tensor) -> torch.Tensor:
         """Undo ``by_head``, to ``[N, Hq, ...]``."""
-        return x[0].unflatten(1, (num_rows, group_size)).transpose(0, 1).flatten(1, 2)
+        return x.unflatten(1, (num_rows, group_size)).transpose(0, 1).flatten(1, 2)
 
     out = state.out / state.total[..., None]
     lse = state.maximum + state.total.log()
@@ -242,35 +242,35 @@ def _attend_cached(
     plan: ExtendPlan, run: CachedRun, state: _Running, arena: torch.Tensor, layer: int
 ) -> None:
     geometry = plan.geometry
-    num_rows = state.q.shape[2]
+    num_rows = state.q.shape[1]
     for cached in run.tiles:
         kind = plan.kinds[cached.kind_index]
         size = kind.formats[layer].layer_bytes(geometry)
         data = gather(arena, cached.addresses, kind.layer_offset(layer, geometry), size)
         tile = kind.formats[layer].expand(data[None], geometry)
-        num_slots = tile.k.shape[2]
+        num_slots = tile.k.shape[1]
         masked = None
         if cached.num_tokens < num_slots:
             invalid = torch.arange(num_slots, device=arena.device)[None] >= cached.num_tokens
-            tile = mask_tail(tile, invalid)
+            clear_tail(tile, invalid)
             masked = invalid[:, None, None]
         score_bytes = 12 * geometry.num_kv_heads * num_slots
         step = max(1, plan.scratch_bytes // score_bytes)
         for first in range(0, num_rows, step):
             rows = slice(first, min(first + step, num_rows))
-            state.update(rows, attend(state.q[:, :, rows], tile, masked))
+            state.update(rows, attend(state.q[:, rows], tile, masked))
 
 
 def _update_rows(state: _Running, rows: torch.Tensor, part: _Running) -> None:
     """Merge the state of some rows into the state of all."""
     selected = _Running(part.q)
-    selected.maximum = state.maximum[:, :, rows]
-    selected.total = state.total[:, :, rows]
-    selected.out = state.out[:, :, rows]
+    selected.maximum = state.maximum[:, rows]
+    selected.total = state.total[:, rows]
+    selected.out = state.out[:, rows]
     selected.update(slice(None), part.partial())
-    state.maximum[:, :, rows] = selected.maximum
-    state.total[:, :, rows] = selected.total
-    state.out[:, :, rows] = selected.out
+    state.maximum[:, rows] = selected.maximum
+    state.total[:, rows] = selected.total
+    state.out[:, rows] = selected.out
 
 
 def _attend_new(
@@ -278,17 +278,17 @@ def _attend_new(
 ) -> None:
     """Causal attention among the new tokens of each request, ``k, v`` float32 ``[N, H, D]``."""
     for start, stop in zip(plan.q_indptr, plan.q_indptr[1:], strict=False):
-        keys = k[start:stop].transpose(0, 1)[None]
-        values = v[start:stop].transpose(0, 1)[None]
+        keys = k[start:stop].transpose(0, 1)
+        values = v[start:stop].transpose(0, 1)
         for first in range(0, stop - start, _TILE_QUERIES):
             last = min(first + _TILE_QUERIES, stop - start)
             rows = slice((start + first) * group_size, (start + last) * group_size)
-            q = state.q[:, :, rows]
+            q = state.q[:, rows]
             for key in range(0, first, _TILE_KEYS):
                 span = slice(key, min(key + _TILE_KEYS, first))
-                tile = Tile(keys[:, :, span], values[:, :, span])
+                tile = Tile(keys[:, span], values[:, span])
                 state.update(rows, attend(q, tile))
             steps = torch.arange(last - first, device=k.device)
-            future = steps > steps.repeat_interleave(group_size)[:, None]
-            tile = Tile(keys[:, :, first:last], values[:, :, first:last])
+            future = (steps > steps.repeat_interleave(group_size)[:, None])[None, None]
+            tile = Tile(keys[:, first:last], values[:, first:last])
             state.update(rows, attend(q, tile, future))

@@ -10,24 +10,22 @@ from minima_kernels.formats import Tile
 
 
 class Partial(NamedTuple):
-    """Unnormalised attention of rows over a tile: X chunks, H KV heads, M rows per head."""
+    """Unnormalised attention of M rows in each of the Y batches of a tile."""
 
-    maximum: torch.Tensor  # [X, H, M], largest score
-    total: torch.Tensor  # [X, H, M], sum of exp(score - maximum)
-    out: torch.Tensor  # [X, H, M, D], sum of exp(score - maximum) * value
-    page_totals: torch.Tensor | None  # [X, H, M, C], ``total`` page by page
+    maximum: torch.Tensor  # [Y, M], largest score
+    total: torch.Tensor  # [Y, M], sum of exp(score - maximum)
+    out: torch.Tensor  # [Y, M, D], sum of exp(score - maximum) * value
+    page_totals: torch.Tensor | None  # [Y, M, C], ``total`` page by page
 
 
-def mask_tail(tile: Tile, invalid: torch.Tensor) -> Tile:
-    """Make the values of tokens ``invalid [X, T]`` finite, whatever their bytes are.
+def clear_tail(tile: Tile, invalid: torch.Tensor) -> None:
+    """Make the values of tokens ``invalid [X, T]`` zero in place, whatever their bytes are.
 
-    Bytes behind the last token of an open page are not written yet. Their scores are masked, but
+    Bytes behind the last token of an open page are not written yet. Their scores get masked, but
     zero times an undefined value need not be zero.
     """
-    heads = invalid[:, None]
-    if tile.v_scales is not None:
-        return tile._replace(v_scales=tile.v_scales.masked_fill(heads, 0.0))
-    return tile._replace(v=tile.v.masked_fill(heads[..., None], 0.0))
+    values = tile.v.mT if tile.v_scales is None else tile.v_scales
+    values.unflatten(0, (len(invalid), -1)).masked_fill_(invalid[:, None, None], 0.0)
 
 
 def attend(
@@ -36,24 +34,24 @@ def attend(
     masked: torch.Tensor | None = None,
     num_pages: int | None = None,
 ) -> Partial:
-    """Attend from ``q`` float32 ``[X, H, M, D]``, already scaled, to a tile.
+    """Attend from ``q`` float32 ``[Y, M, D]``, already scaled, to a tile.
 
     Args:
-        masked: bool, broadcastable to ``[X, H, M, T]``: scores to leave out. Every row must keep
-            at least one score.
+        masked: bool ``[X or 1, 1, M or 1, T]``: scores to leave out of all heads of a chunk.
+            Every row must keep at least one.
         num_pages: pages per chunk, to ask for ``page_totals``.
     """
-    scores = torch.matmul(q, tile.k.transpose(-1, -2))
+    scores = torch.bmm(q, tile.k.mT)
     if tile.k_scales is not None:
         # The scale and the mean of a page act on M x T scores instead of on T x D keys.
-        scores = scores.mul_(tile.k_scales[:, :, None])
+        scores.mul_(tile.k_scales)
     if tile.k_mean is not None:
-        shift = torch.matmul(q, tile.k_mean.transpose(-1, -2))
+        shift = torch.bmm(q, tile.k_mean.mT)
         scores.unflatten(-1, (shift.shape[-1], -1)).add_(shift[..., None])
     if masked is not None:
-        scores = scores.masked_fill_(masked, -torch.inf)
-    maximum = scores.amax(-1)
-    weights = scores.sub_(maximum[..., None]).exp_()
+        scores.unflatten(0, (masked.shape[0], -1)).masked_fill_(masked, -torch.inf)
+    maximum = scores.amax(-1, keepdim=True)
+    weights = scores.sub_(maximum).exp_()
     page_totals = None
     if num_pages is None:
         total = weights.sum(-1)
@@ -61,5 +59,5 @@ def attend(
         page_totals = weights.unflatten(-1, (num_pages, -1)).sum(-1)
         total = page_totals.sum(-1)
     if tile.v_scales is not None:
-        weights = weights.mul_(tile.v_scales[:, :, None])
-    return Partial(maximum, total, torch.matmul(weights, tile.v), page_totals)
+        weights.mul_(tile.v_scales)
+    return Partial(maximum[..., 0], total, torch.bmm(weights, tile.v), page_totals)

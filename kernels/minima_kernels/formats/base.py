@@ -23,7 +23,11 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Byte offsets within one layer's share of a page; a part that a format lacks is ``None``."""
+    """Byte offsets within one layer's share of a page; a part that a format lacks is ``None``.
+
+    V codes follow K codes, and V scales K scales, without a gap: parts of equal size can be read
+    as one.
+    """
 
     k_codes: Part
     v_codes: Part
@@ -42,18 +46,18 @@ class Layout:
         scales: int = 0,
         k_mean: int = 0,
     ) -> Layout:
-        """Lay the parts out in the order K codes, K scales, K mean, V codes, V scales.
-
-        The arguments are bytes per KV head; zero leaves the part out.
-        """
-        offset = 0
-        parts: list[Part | None] = []
-        for head_bytes in (k_codes, scales, k_mean, v_codes, scales):
-            parts.append(Part(offset, head_bytes) if head_bytes else None)
-            offset += align(head_bytes * geometry.num_kv_heads, ALIGNMENT)
-        first, k_scales, mean, second, v_scales = parts
-        assert first is not None and second is not None
-        return cls(first, second, k_scales, v_scales, mean, offset)
+        """Lay out codes, scales, mean; the arguments are bytes per KV head, 0 for no such part."""
+        heads = geometry.num_kv_heads
+        scales_offset = align((k_codes + v_codes) * heads, ALIGNMENT)
+        mean_offset = scales_offset + align(2 * scales * heads, ALIGNMENT)
+        return cls(
+            Part(0, k_codes),
+            Part(k_codes * heads, v_codes),
+            Part(scales_offset, scales) if scales else None,
+            Part(scales_offset + scales * heads, scales) if scales else None,
+            Part(mean_offset, k_mean) if k_mean else None,
+            mean_offset + align(k_mean * heads, ALIGNMENT),
+        )
 
     def account(self, geometry: KVGeometry) -> dict[str, int]:
         """Bytes by purpose: codes, scales, means, padding; they sum to the share."""
@@ -75,15 +79,16 @@ class Layout:
 class Tile(NamedTuple):
     """K and V of a tile of pages, expanded, with the factors that attention can apply cheaper.
 
-    X chunks of C pages each, H heads, T = C * page_size tokens, D channels, all float32:
-    a key is ``k * k_scales + k_mean`` (the mean of its page), a value ``v * v_scales``.
+    X chunks of C pages each make Y = X * H batches (H heads of one chunk after the other) of
+    T = C * page_size tokens and D channels, all float32: a key is ``k * k_scales + k_mean`` (the
+    mean of its page), a value ``v * v_scales``.
     """
 
-    k: torch.Tensor  # [X, H, T, D]
-    v: torch.Tensor  # [X, H, T, D]
-    k_scales: torch.Tensor | None = None  # [X, H, T]
-    v_scales: torch.Tensor | None = None  # [X, H, T]
-    k_mean: torch.Tensor | None = None  # [X, H, C, D]
+    k: torch.Tensor  # [Y, T, D]
+    v: torch.Tensor  # [Y, T, D]
+    k_scales: torch.Tensor | None = None  # [Y, 1, T]
+    v_scales: torch.Tensor | None = None  # [Y, 1, T]
+    k_mean: torch.Tensor | None = None  # [Y, C, D]
 
 
 class Format(ABC):
@@ -96,9 +101,18 @@ class Format(ABC):
     name: str
     appendable: bool
 
-    @abstractmethod
+    def __init__(self) -> None:
+        self._layouts: dict[KVGeometry, Layout] = {}
+
     def layout(self, geometry: KVGeometry) -> Layout:
         """Byte offsets within a layer's share of a page."""
+        layout = self._layouts.get(geometry)
+        if layout is None:
+            layout = self._layouts[geometry] = self._build_layout(geometry)
+        return layout
+
+    @abstractmethod
+    def _build_layout(self, geometry: KVGeometry) -> Layout: ...
 
     @abstractmethod
     def encode(self, k: torch.Tensor, v: torch.Tensor, geometry: KVGeometry) -> torch.Tensor:
@@ -113,12 +127,13 @@ class Format(ABC):
         tile = self.expand(data[:, None], geometry)
         k, v = tile.k, tile.v
         if tile.k_scales is not None:
-            k = k * tile.k_scales[..., None]
+            k = k * tile.k_scales.mT
         if tile.k_mean is not None:
             k = k + tile.k_mean
         if tile.v_scales is not None:
-            v = v * tile.v_scales[..., None]
-        return k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
+            v = v * tile.v_scales.mT
+        k, v = (x.unflatten(0, (-1, geometry.num_kv_heads)).transpose(1, 2) for x in (k, v))
+        return k.contiguous(), v.contiguous()
 
     def layer_bytes(self, geometry: KVGeometry) -> int:
         """Bytes of one layer's share of a page, padding included; a multiple of 16."""
@@ -164,13 +179,31 @@ class AppendableFormat(Format):
 
 
 def read_part(data: torch.Tensor, part: Part, geometry: KVGeometry) -> torch.Tensor:
-    """A part of ``data [..., C, layer_bytes]`` with heads first: uint8 ``[..., H, C, bytes]``.
+    """A part of ``data [X, C, layer_bytes]``, heads first: uint8 ``[Y, C, head_bytes]``.
 
-    A view: bringing the heads forward before anything is expanded moves compressed bytes only.
+    Bringing heads forward before anything is expanded moves compressed bytes only.
     """
-    heads = geometry.num_kv_heads
-    stop = part.offset + heads * part.head_bytes
-    return data[..., part.offset : stop].unflatten(-1, (heads, part.head_bytes)).transpose(-3, -2)
+    heads, stop = geometry.num_kv_heads, part.offset + geometry.num_kv_heads * part.head_bytes
+    rows = data[..., part.offset : stop].unflatten(-1, (heads, part.head_bytes))
+    return rows.transpose(1, 2).reshape(-1, data.shape[1], part.head_bytes)
+
+
+def read_pair(data: torch.Tensor, k_part: Part, geometry: KVGeometry) -> torch.Tensor:
+    """A K part and the V part of equal size behind it: uint8 ``[2, Y, C, head_bytes]``."""
+    heads, size = geometry.num_kv_heads, k_part.head_bytes
+    stop = k_part.offset + 2 * heads * size
+    rows = data[..., k_part.offset : stop].unflatten(-1, (2, heads, size))
+    return rows.permute(2, 0, 3, 1, 4).reshape(2, -1, data.shape[1], size)
+
+
+def read_scales(
+    data: torch.Tensor, layout: Layout, geometry: KVGeometry
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP16 scales of K and V as float32, ``[Y, 1, T]`` each."""
+    assert layout.k_scales is not None
+    stored = read_pair(data, layout.k_scales, geometry).view(torch.float16)
+    k_scales, v_scales = stored.flatten(2).float()[:, :, None].unbind()
+    return k_scales, v_scales
 
 
 def write_part(data: torch.Tensor, part: Part, content: torch.Tensor, geometry: KVGeometry) -> None:

@@ -11,7 +11,8 @@ from minima_kernels.formats.base import (
     Layout,
     Part,
     Tile,
-    read_part,
+    read_pair,
+    read_scales,
     scatter_rows,
     write_part,
 )
@@ -56,7 +57,7 @@ class FP8Format(AppendableFormat):
 
     name = "fp8"
 
-    def layout(self, geometry: KVGeometry) -> Layout:
+    def _build_layout(self, geometry: KVGeometry) -> Layout:
         head_bytes = geometry.page_size * geometry.head_dim
         return Layout.build(
             geometry, k_codes=head_bytes, v_codes=head_bytes, scales=2 * geometry.page_size
@@ -78,14 +79,11 @@ class FP8Format(AppendableFormat):
         return data
 
     def expand(self, data: torch.Tensor, geometry: KVGeometry) -> Tile:
-        values, scales = [], []
-        for codes_part, scales_part in self._parts(geometry):
-            codes = read_part(data, codes_part, geometry)
-            rows = expand_codes(codes).unflatten(-1, (-1, geometry.head_dim))
-            values.append(rows.flatten(2, 3))
-            stored = read_part(data, scales_part, geometry).view(torch.float16)
-            scales.append(stored.flatten(2).float() * 256)
-        return Tile(values[0], values[1], scales[0], scales[1])
+        layout = self.layout(geometry)
+        values = expand_codes(read_pair(data, layout.k_codes, geometry))
+        k, v = values.flatten(2).unflatten(-1, (-1, geometry.head_dim)).unbind()
+        k_scales, v_scales = read_scales(data, layout, geometry)
+        return Tile(k, v, k_scales.mul_(256), v_scales.mul_(256))
 
     def append(
         self,

@@ -7,9 +7,8 @@ import torch
 from minima_kernels.formats.base import (
     AppendableFormat,
     Layout,
-    Part,
     Tile,
-    read_part,
+    read_pair,
     scatter_rows,
     write_part,
 )
@@ -20,10 +19,11 @@ class RawFormat(AppendableFormat):
     """K and V rows ``[H, B, D]`` in ``dtype``; exact when that is the dtype of the computation."""
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
+        super().__init__()
         self.name = name
         self.dtype = dtype
 
-    def layout(self, geometry: KVGeometry) -> Layout:
+    def _build_layout(self, geometry: KVGeometry) -> Layout:
         row_bytes = geometry.head_dim * self.dtype.itemsize
         head_bytes = geometry.page_size * row_bytes
         return Layout.build(geometry, k_codes=head_bytes, v_codes=head_bytes)
@@ -36,13 +36,9 @@ class RawFormat(AppendableFormat):
         return data
 
     def expand(self, data: torch.Tensor, geometry: KVGeometry) -> Tile:
-        layout = self.layout(geometry)
-
-        def values(part: Part) -> torch.Tensor:
-            rows = read_part(data, part, geometry).view(self.dtype)
-            return rows.unflatten(-1, (-1, geometry.head_dim)).flatten(2, 3).float()
-
-        return Tile(values(layout.k_codes), values(layout.v_codes))
+        rows = read_pair(data, self.layout(geometry).k_codes, geometry).view(self.dtype)
+        k, v = rows.flatten(2).unflatten(-1, (-1, geometry.head_dim)).float().unbind()
+        return Tile(k, v)
 
     def append(
         self,

@@ -7,7 +7,15 @@ from typing import NamedTuple
 import torch
 
 from minima_kernels.codebook import check_levels, codebook
-from minima_kernels.formats.base import Format, Layout, Part, Tile, read_part, write_part
+from minima_kernels.formats.base import (
+    Format,
+    Layout,
+    Tile,
+    read_pair,
+    read_part,
+    read_scales,
+    write_part,
+)
 from minima_kernels.geometry import KVGeometry
 from minima_kernels.packing import dequantise, pack, stream_bytes
 
@@ -19,7 +27,7 @@ FP16_MAX = 65504.0
 
 
 class Quantised(NamedTuple):
-    """``codes`` int64 ``[..., D]``, ``scales`` float16 ``[...]``: a row is codebook * scale."""
+    """``codes`` uint8 ``[..., D]``, ``scales`` float16 ``[...]``: a row is codebook * scale."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -31,10 +39,15 @@ def quantise(x: torch.Tensor, levels: int) -> Quantised:
     norms = torch.linalg.vector_norm(x, dim=-1)
     root_mean_square = norms / x.shape[-1] ** 0.5
     unit = x / root_mean_square.clamp_min(torch.finfo(torch.float32).tiny)[..., None]
-    codes = torch.bucketize(unit, book.boundaries)
+    # A code is the number of boundaries below the value; counting them one boundary at a time is
+    # several times faster than a binary search for each value.
+    codes = torch.zeros_like(unit, dtype=torch.uint8)
+    for boundary in book.boundaries.tolist():
+        codes += unit > boundary
     scales = root_mean_square
     if levels >= MIN_LEVELS_NORM_CORRECTED:
-        scales = norms / torch.linalg.vector_norm(book.centroids[codes], dim=-1)
+        chosen = book.centroids.index_select(0, codes.flatten().int()).view(x.shape)
+        scales = norms / torch.linalg.vector_norm(chosen, dim=-1)
     return Quantised(codes, scales.clamp_max(FP16_MAX).half())
 
 
@@ -51,6 +64,7 @@ class TQ(Format):
     appendable = False
 
     def __init__(self, k_levels: int, v_levels: int, centred: bool = True) -> None:
+        super().__init__()
         check_levels(k_levels)
         check_levels(v_levels)
         self.k_levels = k_levels
@@ -60,7 +74,7 @@ class TQ(Format):
         is_tq3 = (k_levels, v_levels, centred) == (8, 8, True)
         self.name = "tq3" if is_tq3 else f"tq({k_levels},{v_levels}{suffix})"
 
-    def layout(self, geometry: KVGeometry) -> Layout:
+    def _build_layout(self, geometry: KVGeometry) -> Layout:
         num_codes = geometry.page_size * geometry.head_dim
         return Layout.build(
             geometry,
@@ -93,21 +107,19 @@ class TQ(Format):
         layout = self.layout(geometry)
         num_codes = geometry.page_size * geometry.head_dim
 
-        def values(part: Part, levels: int) -> torch.Tensor:
-            rows = dequantise(read_part(data, part, geometry), levels, num_codes)
-            return rows.unflatten(-1, (-1, geometry.head_dim)).flatten(2, 3)
+        def values(codes: torch.Tensor, levels: int) -> torch.Tensor:
+            rows = dequantise(codes, levels, num_codes)
+            return rows.flatten(-2).unflatten(-1, (-1, geometry.head_dim))
 
-        def halves(part: Part | None) -> torch.Tensor:
-            assert part is not None
-            return read_part(data, part, geometry).view(torch.float16).float()
-
-        return Tile(
-            values(layout.k_codes, self.k_levels),
-            values(layout.v_codes, self.v_levels),
-            halves(layout.k_scales).flatten(2),
-            halves(layout.v_scales).flatten(2),
-            halves(layout.k_mean) if layout.k_mean is not None else None,
-        )
+        if self.k_levels == self.v_levels:
+            k, v = values(read_pair(data, layout.k_codes, geometry), self.k_levels).unbind()
+        else:
+            k = values(read_part(data, layout.k_codes, geometry), self.k_levels)
+            v = values(read_part(data, layout.v_codes, geometry), self.v_levels)
+        mean = None
+        if layout.k_mean is not None:
+            mean = read_part(data, layout.k_mean, geometry).view(torch.float16).float()
+        return Tile(k, v, *read_scales(data, layout, geometry), mean)
 
 
 TQ3 = TQ(8, 8)
