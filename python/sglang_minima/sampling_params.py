@@ -10,10 +10,13 @@ import re
 from typing import Any
 
 import msgspec
+import regex
 
 GREEDY_TEMPERATURE = 1e-6
 MAX_STOPS = 32
 MAX_STOP_REGEX_LENGTH = 256
+MAX_STOP_REGEX_REPEATS = 10_000
+"""Counted repeats are unrolled when a pattern is compiled: nested ones could take for ever."""
 MAX_N = 128
 MAX_NEW_TOKENS = 1 << 20
 
@@ -129,9 +132,15 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                 "stop_regex",
                 f"patterns of 1 to {MAX_STOP_REGEX_LENGTH} characters",
             )
+            counts = (int(count) or 1 for count in _REPEAT.findall(pattern))
+            _need(
+                math.prod(counts) <= MAX_STOP_REGEX_REPEATS,
+                "stop_regex",
+                f"patterns whose repeat counts multiply to at most {MAX_STOP_REGEX_REPEATS}",
+            )
             try:
-                re.compile(pattern)
-            except (re.error, RecursionError, OverflowError) as error:
+                regex.compile(pattern)
+            except Exception as error:  # odd patterns make the library raise almost anything
                 raise InvalidRequest(f"stop_regex is not a valid pattern: {error}") from None
         for token in (*self.stop_token_ids, *self.logit_bias):
             _need(
@@ -143,6 +152,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             _need(abs(self.sampling_seed) < 1 << 63, "sampling_seed", "a 64-bit integer")
 
 
+_REPEAT = re.compile(r"\{\s*(\d+)\s*(?:,\s*\d*\s*)?\}")
 _UNSUPPORTED = frozenset(
     {"regex", "json_schema", "ebnf", "structural_tag", "beam_width", "custom_params"}
 )
