@@ -37,20 +37,22 @@ def choose_slab_granules(
     if total_granules < largest:
         raise ValueError(f"{total_granules} granules do not hold a page of {largest}")
     limit = max(largest, total_granules // _WANTED_SLABS)
-    # Shrinking a slab by one granule shrinks the tails of all kinds, except where it is a whole
-    # number of pages of some kind: only those sizes can be the smallest.
     sizes = {kind.granules for kind in kinds}
-    # From largest / max_waste on every size is good enough.
-    end = min(limit, int(largest / max_waste) + largest)
-    candidates = sorted({n for size in sizes for n in range(size, end + 1, size) if n >= largest})
 
     def waste(slab: int) -> float:
         return max(slab % size for size in sizes) / slab
 
-    for slab in candidates:
+    best = largest
+    # Shrinking a slab by one granule shrinks the tails of all kinds, except where it is a whole
+    # number of pages of some kind: only those sizes can be the smallest. The first good one comes
+    # no later than largest / max_waste.
+    multiples = [range(-(-largest // size) * size, limit + 1, size) for size in sizes]
+    for slab in heapq.merge(*multiples):
         if waste(slab) <= max_waste:
             return slab
-    return min(candidates, key=waste)
+        if waste(slab) < waste(best):
+            best = slab
+    return best
 
 
 class KindStats(NamedTuple):
