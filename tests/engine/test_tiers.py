@@ -18,7 +18,7 @@ def test_ten_turn_conversation(embedded_runner: ModelRunner, tokenizer: Tokenize
         embedded_runner,
         tokenizer,
     )
-    messages = [{"role": "system", "content": "You answer briefly. " * 10}]
+    messages = [{"role": "system", "content": "You answer briefly. " * 20}]
     before: list[int] = []
     for turn in range(10):
         messages.append(
@@ -31,7 +31,7 @@ def test_ten_turn_conversation(embedded_runner: ModelRunner, tokenizer: Tokenize
             if a != b:
                 break
             shared += 1
-        rid = kit.submit(prompt, max_new_tokens=24)
+        rid = kit.submit(prompt, max_new_tokens=10)
         kit.drain()
         assert kit.last(rid).cached_tokens >= shared // PAGE * PAGE, f"turn {turn}"
         if turn:

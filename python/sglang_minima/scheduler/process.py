@@ -156,7 +156,10 @@ class SchedulerProcess:
             "token_usage": usage(self.cache),
             "cache": report(self.cache),
             "statistics": scheduler.statistics.snapshot(),
-            "routes": ROUTES.snapshot(),
+            "routes": [
+                {"operation": operation, "route": route, "reason": reason, "count": count}
+                for (operation, route, reason), count in ROUTES.snapshot().items()
+            ],
         }
 
 
