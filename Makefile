@@ -20,7 +20,7 @@ serve: $(VENV)/.installed
 test: lint types check
 
 check: $(VENV)/.installed-dev
-	OMP_NUM_THREADS=2 $(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

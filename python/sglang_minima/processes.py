@@ -177,6 +177,9 @@ def _run_child(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     configure_logging(args.log_level)
+    # OpenMP threads that spin at barriers starve each other (and the other processes) as soon as a
+    # core is shared: a step then takes 25 times as long. Read when torch is first imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         module, _, function = main.partition(":")
         getattr(importlib.import_module(module), function)(args, addresses, ready)

@@ -169,9 +169,6 @@ def run_scheduler(args: ServerArgs, addresses: Addresses, ready: Connection) -> 
     Sends one dict through `ready`: {"ok": True, "info": ...} once it can serve, or
     {"ok": False, "error": one sentence} when it cannot be built.
     """
-    logging.basicConfig(
-        level=args.log_level.upper(), format="[%(asctime)s] %(message)s", datefmt="%H:%M:%S"
-    )
     try:
         process = SchedulerProcess(args, addresses)
     except (ValueError, OSError, RuntimeError) as error:
