@@ -9,22 +9,31 @@ import socket
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sglang_minima.processes import (
     SCHEDULER,
     LaunchError,
     configure_logging,
-    one_line,
+    load_tokenizer,
     resolve_model,
     start,
 )
 from sglang_minima.server_args import ServerArgs, parse_args
 
 if TYPE_CHECKING:
+    from sglang_minima.entrypoints.http_server import HttpServer
     from sglang_minima.entrypoints.info_api import ServerStatus
 
 logger = logging.getLogger("sglang_minima")
+
+
+class _Ended(BaseException):
+    """A signal asked the server to end."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.signum = signum
 
 
 def main(argv: list[str] | None = None, scheduler: str = SCHEDULER) -> int:
@@ -35,7 +44,8 @@ def main(argv: list[str] | None = None, scheduler: str = SCHEDULER) -> int:
         scheduler: main function of the scheduler process, as module:function.
 
     Returns:
-        The exit code: 0 after SIGTERM or Ctrl-C, 1 when it could not start or a process died.
+        The exit code: 0 after SIGTERM or Ctrl-C (128 + signal while still starting), 1 when it
+        could not start or a process died.
     """
     args = parse_args(argv)
     configure_logging(args.log_level)
@@ -46,20 +56,9 @@ def main(argv: list[str] | None = None, scheduler: str = SCHEDULER) -> int:
     except LaunchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-
-
-def load_tokenizer(args: ServerArgs) -> Any:
-    """The tokenizer of a resolved model.
-
-    Raises:
-        LaunchError: it cannot be loaded.
-    """
-    from sglang_minima.tokenization.tokenizer import Tokenizer
-
-    try:
-        return Tokenizer.load(args.tokenizer_path or str(args.model_path), args.chat_template)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise LaunchError(f"the tokenizer cannot be loaded: {one_line(error)}") from None
+    except _Ended as end:
+        print(f"ended by {signal.Signals(end.signum).name} while starting", file=sys.stderr)
+        return 128 + end.signum
 
 
 def _serve(args: ServerArgs, scheduler: str) -> int:
@@ -74,13 +73,21 @@ def _serve(args: ServerArgs, scheduler: str) -> int:
             tokenizer = load_tokenizer(resolved)
             status = ServerStatus.begin(args, str(resolved.model_path), group.wait_ready())
             _announce(status, listener)
-            death = HttpServer(status, group, tokenizer).run(listener)
+            death = _run_until_ended(HttpServer(status, group, tokenizer), listener)
         finally:
             group.stop()
     if death is not None:
         print(f"error: {death}", file=sys.stderr)
         return 1
     return 0
+
+
+def _run_until_ended(server: HttpServer, listener: socket.socket) -> str | None:
+    try:
+        return server.run(listener)
+    except _Ended:
+        # The HTTP server has drained, and raised the signal that told it to once more.
+        return None
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -131,10 +138,9 @@ def _announce(status: ServerStatus, listener: socket.socket) -> None:
 
 
 def _end(signum: int, frame: FrameType | None) -> None:
-    # Also reached after the HTTP server has drained: it raises the signal once more at its end.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    raise SystemExit(0)
+    raise _Ended(signum)
 
 
 if __name__ == "__main__":

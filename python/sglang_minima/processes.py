@@ -22,10 +22,13 @@ from collections.abc import Callable
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_minima.channels import Addresses
 from sglang_minima.server_args import ServerArgs
+
+if TYPE_CHECKING:
+    from sglang_minima.tokenization.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -147,6 +150,20 @@ def resolve_model(args: ServerArgs) -> ServerArgs:
     except (ValueError, OSError, RuntimeError) as error:
         raise LaunchError(one_line(error)) from None
     return dataclasses.replace(args, model_path=str(directory))
+
+
+def load_tokenizer(args: ServerArgs) -> Tokenizer:
+    """The tokenizer of a resolved model.
+
+    Raises:
+        LaunchError: it cannot be loaded.
+    """
+    from sglang_minima.tokenization.tokenizer import Tokenizer
+
+    try:
+        return Tokenizer.load(args.tokenizer_path or str(args.model_path), args.chat_template)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise LaunchError(f"the tokenizer cannot be loaded: {one_line(error)}") from None
 
 
 def one_line(error: BaseException) -> str:

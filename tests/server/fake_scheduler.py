@@ -101,7 +101,7 @@ class FakeScheduler:
                 "pages_locked": 1,
                 "compression_vs_bf16": 2.0,
                 "retier_backlog": 0,
-                "counters": {"sealed": 5},
+                "counters": {"sealed_pages": 5, "retiered_pages": {"fp8->tq3": 4}},
             },
             "statistics": {"last_gen_throughput": 12.5, "cache_hit_rate": 0.5},
             "routes": [{"operation": "decode", "route": "torch", "reason": "", "count": 9}],

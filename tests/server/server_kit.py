@@ -65,8 +65,10 @@ def start_server(program: list[str], *flags: str, wait: bool = True) -> RunningS
     deadline = time.monotonic() + START_SECONDS
     while wait:
         if process.poll() is not None or time.monotonic() > deadline:
+            code = process.poll()
             process.kill()
-            raise RuntimeError(f"the server did not start:\n{process.communicate()[0]}")
+            output = process.communicate()[0]
+            raise RuntimeError(f"the server did not start (exit code {code}):\n{output}")
         try:
             if requests.get(server.url + "/health", timeout=5).status_code == 200:
                 break

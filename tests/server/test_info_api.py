@@ -78,3 +78,5 @@ def test_metrics(fake: RunningServer) -> None:
         value('sglang:routes{model_name="fake-model",operation="decode",reason="",route="torch"}')
         == 9
     )
+    event = 'sglang:kv_events{event="retiered_pages",kinds="fp8->tq3",model_name="fake-model"}'
+    assert value(event) == 4

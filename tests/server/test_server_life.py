@@ -95,6 +95,7 @@ def test_queue_full_abort_and_busy_flush(strict: RunningServer) -> None:
     full = strict.generate({"text": "abc"}, headers=KEY)
     assert full.status_code == 503
     assert full.json()["error"]["message"] == "The request queue is full."
+    assert strict.get("/health_generate").status_code == 200
     chat = {"messages": [{"role": "user", "content": "hi"}]}
     assert strict.post("/v1/chat/completions", chat, headers=KEY).json()["code"] == 503
     assert strict.post("/flush_cache", None, headers=KEY).status_code == 400
@@ -194,6 +195,18 @@ def test_children_die_with_the_server(model_dir: Path) -> None:
     server.process.communicate()
     _, alive = psutil.wait_procs(children, timeout=10)
     assert not alive
+
+
+def test_signal_while_starting(model_dir: Path) -> None:
+    server = start_server(program(model_dir), wait=False)
+    parent = psutil.Process(server.process.pid)
+    eventually(lambda: len(parent.children()) >= 2)
+    children = parent.children()
+    server.process.send_signal(signal.SIGTERM)
+    output = server.process.communicate(timeout=30)[0]
+    assert server.process.returncode == 128 + signal.SIGTERM
+    assert output == "ended by SIGTERM while starting\n"
+    assert not psutil.wait_procs(children, timeout=5)[1]
 
 
 @pytest.mark.parametrize(

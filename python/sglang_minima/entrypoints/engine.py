@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 from sglang_minima.entrypoints.generate_input import GenerateCall, parse_generate
 from sglang_minima.entrypoints.info_api import ServerStatus, server_info
 from sglang_minima.entrypoints.native_api import collect_replies, stream_replies
-from sglang_minima.launch_server import load_tokenizer
-from sglang_minima.processes import SCHEDULER, resolve_model, start
+from sglang_minima.processes import SCHEDULER, load_tokenizer, resolve_model, start
 from sglang_minima.server_args import ServerArgs
 from sglang_minima.tokenization.manager import ModelLimits, TokenizerManager
 

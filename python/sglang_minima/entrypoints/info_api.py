@@ -18,7 +18,7 @@ from sglang_minima.entrypoints.sse import answering_errors
 from sglang_minima.sampling_params import SamplingParams
 from sglang_minima.server_args import ServerArgs
 from sglang_minima.tokenization.inputs import PromptInput
-from sglang_minima.tokenization.manager import TokenizerManager
+from sglang_minima.tokenization.manager import QueueFull, TokenizerManager
 from sglang_minima.tokenization.state import EngineDead
 from starlette.requests import Request
 from starlette.responses import Response
@@ -100,10 +100,18 @@ def server_info(status: ServerStatus, scheduler: dict[str, Any]) -> dict[str, An
 
 
 async def probe(manager: TokenizerManager) -> None:
-    """Generates one token; raises when the engine cannot."""
+    """Generates one token; a full server must only show that its scheduler answers.
+
+    Raises:
+        EngineDead: the server lost a process.
+    """
     sampling = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
     rid = f"HEALTH_CHECK_{uuid.uuid4().hex}"
-    generation = await manager.submit([PromptInput(prompt=[0], sampling=sampling, rid=rid)])
+    try:
+        generation = await manager.submit([PromptInput(prompt=[0], sampling=sampling, rid=rid)])
+    except QueueFull:
+        await manager.control("ping")
+        return
     try:
         await generation.wait()
     finally:
