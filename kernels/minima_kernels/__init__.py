@@ -3,6 +3,7 @@
 Knows nothing of requests or trees: the caller owns the arena, the pages and who reads them.
 """
 
+from minima_kernels.allocator import keep_freed_memory
 from minima_kernels.attention import (
     AttentionOutput,
     DecodePlan,
@@ -40,6 +41,7 @@ __all__ = [
     "RouteCounters",
     "Segment",
     "copy_tokens",
+    "keep_freed_memory",
     "merge_states",
     "parse_format",
     "plan_decode",

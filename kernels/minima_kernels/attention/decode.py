@@ -36,7 +36,7 @@ _WIDE_READERS = 8
 _WIDE_CHUNK_PAGES = 16
 
 # Expanded values of a tile on a CPU: past the cache, more is slower.
-_CPU_TILE_VALUES = 1 << 21
+_CPU_TILE_VALUES = 1 << 20
 
 
 class PageEntries(NamedTuple):

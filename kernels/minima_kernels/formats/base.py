@@ -217,18 +217,21 @@ def scatter_rows(
     arena: torch.Tensor,
     byte_offsets: torch.Tensor,
     slots: torch.Tensor,
-    part: Part,
+    k_part: Part,
     rows: torch.Tensor,
 ) -> None:
-    """Write one row per token and head into a part: ``rows [N, H, width]`` of any dtype."""
-    heads = rows.shape[1]
+    """Write one row per token and head into a K part and the V part of equal size behind it.
+
+    ``rows`` is ``[N, 2 * H, width]`` of any dtype, K heads before V heads; the other arguments are
+    those of ``append``.
+    """
     row_bytes = rows.shape[2] * rows.element_size()
     # Whole 8-byte words where the rows allow it: eight times fewer elements to scatter.
     word = torch.int64 if row_bytes % 8 == 0 else torch.int16
     words = rows.contiguous().flatten(1).view(word)
     device = arena.device
-    head_starts = torch.arange(heads, device=device) * part.head_bytes + part.offset
-    starts = (byte_offsets + slots * row_bytes)[:, None] + head_starts
+    heads = torch.arange(rows.shape[1], device=device) * k_part.head_bytes + k_part.offset
+    starts = (byte_offsets + slots * row_bytes)[:, None] + heads
     steps = torch.arange(row_bytes // word.itemsize, device=device)
     indices = (starts // word.itemsize)[..., None] + steps
     arena.view(word)[indices.flatten(1)] = words

@@ -94,10 +94,10 @@ class FP8Format(AppendableFormat):
         v: torch.Tensor,
         geometry: KVGeometry,
     ) -> None:
-        for (codes_part, scales_part), x in zip(self._parts(geometry), (k, v), strict=True):
-            codes, scales = quantise(x)
-            scatter_rows(arena, byte_offsets, slots, codes_part, codes)
-            scatter_rows(arena, byte_offsets, slots, scales_part, scales[..., None])
+        (codes_part, scales_part), _ = self._parts(geometry)
+        codes, scales = quantise(torch.cat((k, v), dim=1))
+        scatter_rows(arena, byte_offsets, slots, codes_part, codes)
+        scatter_rows(arena, byte_offsets, slots, scales_part, scales[..., None])
 
 
 FP8 = FP8Format()

@@ -49,9 +49,8 @@ class RawFormat(AppendableFormat):
         v: torch.Tensor,
         geometry: KVGeometry,
     ) -> None:
-        layout = self.layout(geometry)
-        for part, x in ((layout.k_codes, k), (layout.v_codes, v)):
-            scatter_rows(arena, byte_offsets, slots, part, x.to(self.dtype))
+        rows = torch.cat((k, v), dim=1).to(self.dtype)
+        scatter_rows(arena, byte_offsets, slots, self.layout(geometry).k_codes, rows)
 
 
 BF16 = RawFormat("bf16", torch.bfloat16)
