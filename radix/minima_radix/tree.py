@@ -354,7 +354,7 @@ class RadixTree:
         waiting = list(self._roots.values())
         while waiting:
             node = waiting.pop()
-            if node.parent is not None:
+            if node.pages:
                 yield node
             waiting.extend(node.children.values())
 

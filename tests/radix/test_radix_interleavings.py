@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 import pytest
-from radix_world import NAMESPACES, World
-
 from minima_radix import OutOfPages, PageKindSpec
+from radix_world import NAMESPACES, World
 
 PAGE_SIZE = 2
 
@@ -105,9 +104,7 @@ class Search:
         tree = [
             (n.start, bytes(n.key), [name(page) for page in n.pages], n.lock_count) for n in nodes
         ]
-        conversions = [
-            (name(c.source), name(c.destination), c.position) for c in world.conversions
-        ]
+        conversions = [(name(c.source), name(c.destination), c.position) for c in world.conversions]
         copies = [
             name(t.copy_hold[0]) for t in world.lifecycle.tables.values() if t.copy_hold is not None
         ]

@@ -13,9 +13,8 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from radix_world import NAMESPACES, World
-
 from minima_radix import OutOfPages
+from radix_world import NAMESPACES, World
 
 MAX_LIVE = 4
 MAX_PAGES = 5
@@ -29,9 +28,7 @@ class PageMachine(RuleBasedStateMachine):
 
     @initialize()
     def start(self) -> None:
-        self.world = World(
-            self.page_size, cached=self.cached, policy=self.policy, quota=self.quota
-        )
+        self.world = World(self.page_size, cached=self.cached, policy=self.policy, quota=self.quota)
         self.rids = 0
 
     def prompt(self, data: st.DataObject) -> tuple[int, ...]:
@@ -196,7 +193,7 @@ def test_any_interleaving_keeps_the_books(name: str) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=30,
+            max_examples=40,
             stateful_step_count=40,
             deadline=None,
             suppress_health_check=list(HealthCheck),

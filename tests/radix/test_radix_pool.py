@@ -3,7 +3,6 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from minima_radix import (
     OutOfPages,
     PageKindSpec,
@@ -71,7 +70,9 @@ def test_stats_account_for_every_granule(pool: PagePool) -> None:
 
 
 @pytest.mark.parametrize("reference", [REQUEST, CACHE, CONVERSION])
-def test_a_holder_takes_and_drops_a_reference_once(pool: PagePool, reference: ReferenceKind) -> None:
+def test_a_holder_takes_and_drops_a_reference_once(
+    pool: PagePool, reference: ReferenceKind
+) -> None:
     page = pool.allocate("fp8", reference, 7)
     with pytest.raises(PageReferenceError):
         pool.acquire(page, reference, 7)
