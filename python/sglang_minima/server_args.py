@@ -62,7 +62,8 @@ class ServerArgs:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _setting(
         "auto",
         "model",
-        "compute dtype (auto: bfloat16 on a GPU and on CPUs with bfloat16 units, else float32)",
+        "compute dtype (auto: the checkpoint's 16-bit dtype on a GPU, bfloat16 on CPUs with "
+        "bfloat16 units, else float32)",
     )
     device: Literal["auto", "cpu", "cuda"] = _setting("auto", "model", "where the model runs")
     cpu_threads: int | None = _setting(

@@ -9,6 +9,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from engine_kit import make_runner
+
 from sglang_minima.models.embedded import find_embedded_model
 from sglang_minima.models.resolve import resolve_model_path
 from sglang_minima.runner.model_runner import ModelRunner

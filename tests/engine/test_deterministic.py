@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 from engine_kit import EngineKit, make_args
+
 from sglang_minima.runner.model_runner import ModelRunner
 
 PAGE = 16

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from engine_kit import EngineKit, make_args
+
 from minima_radix import check
 from sglang_minima.runner.model_runner import ModelRunner
 

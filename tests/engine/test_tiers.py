@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from engine_kit import EngineKit, make_args
+
 from sglang_minima.cache.accounting import report
 from sglang_minima.runner.model_runner import ModelRunner
 from sglang_minima.tokenization.tokenizer import Tokenizer

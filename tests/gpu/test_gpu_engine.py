@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_kit import EngineKit, make_args
+
 from sglang_minima.cache.accounting import report
 from sglang_minima.runner.model_runner import ModelRunner
 

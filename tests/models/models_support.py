@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from sglang_minima.models.causal_lm import CausalLM
 from torch import Tensor
 from transformers import (
     LlamaConfig,
@@ -18,6 +17,8 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+
+from sglang_minima.models.causal_lm import CausalLM
 
 
 class DenseAttention:

@@ -10,6 +10,8 @@ import pytest
 import torch
 from models_support import DenseAttention, run_batch
 from safetensors import safe_open
+from transformers import AutoModelForCausalLM
+
 from sglang_minima.models import (
     CausalLM,
     ModelConfig,
@@ -22,7 +24,6 @@ from sglang_minima.models.embedded import check_embedded_model
 from sglang_minima.models.gguf_file import read_gguf
 from sglang_minima.tokenization.incremental import IncrementalDecoder
 from sglang_minima.tokenization.tokenizer import Tokenizer
-from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.skipif(
     find_embedded_model() is None, reason="the embedded model is not installed"

@@ -15,10 +15,11 @@ from gguf import GGMLQuantizationType as Kind
 from gguf_support import write_gguf
 from models_support import DenseAttention, make_reference, run_batch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
 from sglang_minima.models import ModelLoadError, UnsupportedModel, load_model
 from sglang_minima.models.gguf import convert_gguf
 from sglang_minima.models.gguf_file import read_gguf
-from transformers import AutoModelForCausalLM
 
 TOKENS: dict[str, Any] = {
     "model": "gpt2",

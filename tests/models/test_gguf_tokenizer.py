@@ -10,11 +10,12 @@ import pytest
 from gguf_support import bpe_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sglang_minima.models import ModelLoadError, UnsupportedModel
-from sglang_minima.models.gguf_tokenizer import convert_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 from transformers import AutoTokenizer, Qwen2Tokenizer
+
+from sglang_minima.models import ModelLoadError, UnsupportedModel
+from sglang_minima.models.gguf_tokenizer import convert_tokenizer
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, 1234567890 times; it's what they'll do.",

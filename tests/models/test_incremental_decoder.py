@@ -7,10 +7,11 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sglang_minima.models.gguf_tokenizer import convert_tokenizer
-from sglang_minima.tokenization.incremental import IncrementalDecoder
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
+
+from sglang_minima.models.gguf_tokenizer import convert_tokenizer
+from sglang_minima.tokenization.incremental import IncrementalDecoder
 
 SPECIALS = ["<|endoftext|>", "<|im_end|>"]
 FFFD = "\ufffd"

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models_support import CHECKPOINTS, make_reference
+
 from sglang_minima.models import ModelConfig, ModelLoadError, UnsupportedModel
 from sglang_minima.models.rope import frequencies
 

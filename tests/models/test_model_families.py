@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from models_support import CHECKPOINTS, DenseAttention, run_batch, save_reference
+
 from sglang_minima.models import load_model
 
 TOLERANCE = 1e-4

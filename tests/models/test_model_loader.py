@@ -9,6 +9,7 @@ import pytest
 import torch
 from models_support import DenseAttention, run_batch, save_reference
 from safetensors.torch import load_file, save_file
+
 from sglang_minima.models import ModelLoadError, load_model
 from sglang_minima.models.loader import DUMMY_STD
 

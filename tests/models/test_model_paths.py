@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 from gguf_support import write_gguf
 from models_support import make_reference, save_reference
+from test_gguf_conversion import TOKENS
+
 from sglang_minima.models import ModelLoadError, embedded, gguf, resolve_model_path
 from sglang_minima.models.cache import CACHE_VARIABLE, build_once, cache_dir
-from test_gguf_conversion import TOKENS
 
 
 @pytest.fixture(autouse=True)

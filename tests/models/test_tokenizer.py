@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sglang_minima.models import ModelLoadError
-from sglang_minima.tokenization.tokenizer import Tokenizer
 from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, pre_tokenizers, processors, trainers
 from tokenizers.models import BPE
+
+from sglang_minima.models import ModelLoadError
+from sglang_minima.tokenization.tokenizer import Tokenizer
 
 SPECIALS = ["<s>", "</s>", "<|user|>", "<|assistant|>"]
 TEMPLATE = (

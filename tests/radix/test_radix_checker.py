@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from minima_radix import InvariantViolation, ReferenceKind, check
 from radix_world import NAMESPACES, World
+
+from minima_radix import InvariantViolation, ReferenceKind, check
 
 A = NAMESPACES[0]
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 import pytest
-from minima_radix import OutOfPages, PageKindSpec
 from radix_world import NAMESPACES, World
+
+from minima_radix import OutOfPages, PageKindSpec
 
 PAGE_SIZE = 2
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import pytest
+from radix_world import NAMESPACES, FakeClock, World
+
 from minima_radix import (
     LifecycleError,
     OutOfPages,
@@ -13,7 +15,6 @@ from minima_radix import (
     Sealed,
     check,
 )
-from radix_world import NAMESPACES, FakeClock, World
 
 A, B = NAMESPACES
 

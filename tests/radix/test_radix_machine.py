@@ -13,8 +13,9 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from minima_radix import OutOfPages
 from radix_world import NAMESPACES, World
+
+from minima_radix import OutOfPages
 
 MAX_LIVE = 4
 MAX_PAGES = 5

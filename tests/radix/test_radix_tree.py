@@ -6,9 +6,10 @@ from itertools import takewhile
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from radix_world import NAMESPACES, FakeClock, leaves
+
 from minima_radix import POLICIES, LifecycleError, Namespace, RadixTree
 from minima_radix.node import common_tokens, token_bytes
-from radix_world import NAMESPACES, FakeClock, leaves
 
 A, B = NAMESPACES
 

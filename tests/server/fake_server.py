@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from server_kit import FAKE_SCHEDULER
+
 from sglang_minima.launch_server import main
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from sglang_minima.messages import FinishReason, TextOutput, TokenOutput
 from sglang_minima.tokenization.detokenizer import Detokenizer, held_back
 from sglang_minima.tokenization.tokenizer import Tokenizer

@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 from server_kit import FAKE_SCHEDULER
+
 from sglang_minima import Engine
 from sglang_minima.entrypoints.errors import HttpError
 from sglang_minima.processes import LaunchError

@@ -7,7 +7,6 @@ from typing import Any
 
 from minima_kernels import BF16, GRANULE, PageKind
 from minima_radix import LifecycleCounters
-
 from sglang_minima.cache.prefix_cache import PrefixCache
 
 

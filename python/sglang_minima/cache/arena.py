@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import psutil
 import torch
-from minima_kernels import GRANULE, KVGeometry
 
+from minima_kernels import GRANULE, KVGeometry
 from sglang_minima.cache.profile import KvProfile
 from sglang_minima.server_args import ArgumentError, ServerArgs
 

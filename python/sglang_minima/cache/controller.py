@@ -13,7 +13,6 @@ from typing import NamedTuple
 from minima_kernels import PageKind
 from minima_kernels.transfer import retier
 from minima_radix import Conversion, Node, OutOfPages, PageLifecycle
-
 from sglang_minima.cache.arena import KVArena
 from sglang_minima.scheduler.request import Request
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+
 from minima_kernels import PageKind
 from minima_kernels.transfer import copy_tokens
 from minima_radix import (
@@ -14,7 +15,6 @@ from minima_radix import (
     RequestTable,
     Sealed,
 )
-
 from sglang_minima.cache.arena import KVArena
 from sglang_minima.cache.controller import TierController
 from sglang_minima.scheduler.request import Request

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hmac
 
-from sglang_minima.entrypoints.errors import json_response
 from starlette.types import ASGIApp, Receive, Scope, Send
+
+from sglang_minima.entrypoints.errors import json_response
 
 OPEN_PATHS = frozenset({"/health", "/health_generate", "/metrics"})
 """Probes and scrapers come without a key."""

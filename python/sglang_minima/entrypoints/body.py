@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import orjson
-from sglang_minima.entrypoints.errors import HttpError
 from starlette.requests import Request
+
+from sglang_minima.entrypoints.errors import HttpError
 
 MAX_BODY_BYTES = 64 << 20
 _MAX_DRAINED_BYTES = 4 * MAX_BODY_BYTES

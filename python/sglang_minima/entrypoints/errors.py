@@ -10,10 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 import orjson
+from starlette.responses import Response
+
 from sglang_minima.sampling_params import InvalidRequest
 from sglang_minima.tokenization.manager import QueueFull
 from sglang_minima.tokenization.state import EngineDead
-from starlette.responses import Response
 
 
 class HttpError(Exception):

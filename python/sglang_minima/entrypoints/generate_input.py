@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
+
 from sglang_minima.sampling_params import InvalidRequest, SamplingParams
 from sglang_minima.tokenization.inputs import PromptInput, namespace_of
 

@@ -10,6 +10,10 @@ from contextlib import asynccontextmanager
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
 from sglang_minima.entrypoints.auth import BearerAuth
 from sglang_minima.entrypoints.errors import HttpError, json_response, openai_error
 from sglang_minima.entrypoints.info_api import ServerStatus, add_info_routes, probe
@@ -19,9 +23,6 @@ from sglang_minima.entrypoints.openai_api import add_openai_routes
 from sglang_minima.processes import ProcessGroup
 from sglang_minima.tokenization.manager import ModelLimits, TokenizerManager
 from sglang_minima.tokenization.tokenizer import Tokenizer
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import Response
 
 logger = logging.getLogger(__name__)
 

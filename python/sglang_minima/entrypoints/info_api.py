@@ -10,6 +10,9 @@ from typing import Any
 
 from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import Response
+
 from sglang_minima import __version__
 from sglang_minima.entrypoints.errors import HttpError, json_response, openai_error
 from sglang_minima.entrypoints.metrics import ServerMetrics
@@ -20,8 +23,6 @@ from sglang_minima.server_args import ServerArgs
 from sglang_minima.tokenization.inputs import PromptInput
 from sglang_minima.tokenization.manager import QueueFull, TokenizerManager
 from sglang_minima.tokenization.state import EngineDead
-from starlette.requests import Request
-from starlette.responses import Response
 
 EMBEDDED_MODEL_NAME = "SmolLM2-135M-Instruct"
 _HEALTH_SECONDS = 20.0

@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
 from sglang_minima.tokenization.state import RequestState
 
 logger = logging.getLogger("sglang_minima.requests")

@@ -6,6 +6,9 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
 from sglang_minima.entrypoints.body import read_json
 from sglang_minima.entrypoints.errors import (
     HttpError,
@@ -19,8 +22,6 @@ from sglang_minima.entrypoints.replies import abort_error, native_reply
 from sglang_minima.entrypoints.sse import EventStream, answering_errors, wait_for_reply
 from sglang_minima.tokenization.manager import TokenizerManager
 from sglang_minima.tokenization.state import Generation
-from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
 
 
 def add_native_routes(app: FastAPI, manager: TokenizerManager) -> None:

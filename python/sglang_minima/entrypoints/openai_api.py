@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+
 from sglang_minima.entrypoints.body import read_json
 from sglang_minima.entrypoints.errors import (
     json_response,
@@ -30,8 +33,6 @@ from sglang_minima.sampling_params import InvalidRequest
 from sglang_minima.tokenization.inputs import PromptInput
 from sglang_minima.tokenization.manager import TokenizerManager
 from sglang_minima.tokenization.state import Generation, RequestState
-from starlette.requests import Request
-from starlette.responses import Response
 
 DEFAULT_COMPLETION_TOKENS = 16
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+
 from sglang_minima.entrypoints.generate_input import check_range, check_rid
 from sglang_minima.sampling_params import MAX_NEW_TOKENS, InvalidRequest, SamplingParams
 from sglang_minima.tokenization.inputs import PromptInput, namespace_of

@@ -8,11 +8,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import orjson
-from sglang_minima.entrypoints.errors import ErrorBody, json_response, to_http_error
-from sglang_minima.tokenization.state import Generation
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+
+from sglang_minima.entrypoints.errors import ErrorBody, json_response, to_http_error
+from sglang_minima.tokenization.state import Generation
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -7,10 +7,10 @@ format hold rotated vectors, so scores are unchanged and only the output is rota
 from __future__ import annotations
 
 import torch
+
 from minima_kernels import Rotation
 from minima_kernels.attention import run_decode, run_extend
 from minima_kernels.formats import AppendableFormat
-
 from sglang_minima.cache.arena import KVArena
 from sglang_minima.runner.batch import ForwardBatch
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+
 from minima_kernels import GRANULE
 from minima_kernels.attention import (
     DecodePlan,
@@ -17,7 +18,6 @@ from minima_kernels.attention import (
     plan_extend,
 )
 from minima_radix import RequestTable
-
 from sglang_minima.cache.prefix_cache import PrefixCache
 
 

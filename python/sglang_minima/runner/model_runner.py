@@ -6,8 +6,8 @@ import logging
 from pathlib import Path
 
 import torch
-from minima_kernels import KVGeometry, Rotation
 
+from minima_kernels import KVGeometry, Rotation
 from sglang_minima.cache.arena import KVArena
 from sglang_minima.models.config import ModelConfig
 from sglang_minima.models.loader import load_model
@@ -34,12 +34,16 @@ def resolve_device(args: ServerArgs) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def resolve_dtype(args: ServerArgs, device: torch.device) -> torch.dtype:
-    """The compute dtype of `--dtype`; auto takes bfloat16 only where it is fast."""
+def resolve_dtype(args: ServerArgs, device: torch.device, checkpoint: str) -> torch.dtype:
+    """The compute dtype of `--dtype`.
+
+    auto: on a GPU the checkpoint's own 16-bit dtype (float16 for float32 checkpoints, which keeps
+    more of their bits); on a CPU bfloat16 where it is fast, else float32.
+    """
     if args.dtype != "auto":
         return _DTYPES[args.dtype]
     if device.type == "cuda":
-        return torch.bfloat16
+        return torch.bfloat16 if checkpoint == "bfloat16" else torch.float16
     try:
         with open("/proc/cpuinfo") as file:
             flags = next((line for line in file if line.startswith("flags")), "").split()
@@ -53,7 +57,8 @@ class ModelRunner:
 
     def __init__(self, args: ServerArgs, model_dir: str) -> None:
         self.device = resolve_device(args)
-        self.dtype = resolve_dtype(args, self.device)
+        checkpoint = ModelConfig.load(Path(model_dir)).checkpoint_dtype
+        self.dtype = resolve_dtype(args, self.device, checkpoint)
         if self.device.type == "cpu" and args.cpu_threads:
             torch.set_num_threads(args.cpu_threads)
         self.model, self.config = load_model(

@@ -9,7 +9,6 @@ from typing import Any
 
 from minima_kernels.routes import ROUTES
 from minima_radix import check
-
 from sglang_minima import __version__
 from sglang_minima.cache.accounting import report
 from sglang_minima.cache.arena import KVArena

@@ -7,8 +7,8 @@ from array import array
 from dataclasses import dataclass, field
 
 import numpy as np
-from minima_radix import Namespace, RequestTable
 
+from minima_radix import Namespace, RequestTable
 from sglang_minima.messages import FinishReason, GenerateRequest, LogProbs
 from sglang_minima.scheduler.stopping import StopMatcher
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from minima_radix import Namespace, OutOfPages
 
+from minima_radix import Namespace, OutOfPages
 from sglang_minima.cache.prefix_cache import PrefixCache
 from sglang_minima.messages import FinishReason, GenerateRequest, TokenOutput
 from sglang_minima.runner.batch import Work, build_batch
