@@ -7,6 +7,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
+from minima_kernels.allocator import keep_freed_memory
 from minima_kernels.routes import ROUTES
 from minima_radix import check
 from sglang_minima import __version__
@@ -168,6 +169,7 @@ def run_scheduler(args: ServerArgs, addresses: Addresses, ready: Connection) -> 
     Sends one dict through `ready`: {"ok": True, "info": ...} once it can serve, or
     {"ok": False, "error": one sentence} when it cannot be built.
     """
+    keep_freed_memory()
     try:
         process = SchedulerProcess(args, addresses)
     except (ValueError, OSError, RuntimeError) as error:
