@@ -65,6 +65,8 @@ def retier(
     destinations = torch.as_tensor(destination_addresses, dtype=torch.int64, device=arena.device)
     if sources.shape != destinations.shape:
         raise ValueError(f"{sources.numel()} source pages for {destinations.numel()} destinations")
+    if not sources.numel():
+        return
     routes.count("retier", "torch")
     for run in _layer_runs(source_kind, destination_kind):
         size = run.source.layer_bytes(geometry)

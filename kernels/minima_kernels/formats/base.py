@@ -206,11 +206,10 @@ def read_scales(
     return k_scales, v_scales
 
 
-def write_part(data: torch.Tensor, part: Part, content: torch.Tensor, geometry: KVGeometry) -> None:
+def write_part(data: torch.Tensor, part: Part, content: torch.Tensor) -> None:
     """Store ``content [P, H, ...]`` of any dtype as a part of ``data [P, layer_bytes]``."""
-    rows = content.reshape(content.shape[0], geometry.num_kv_heads, -1).contiguous()
-    stop = part.offset + geometry.num_kv_heads * part.head_bytes
-    data[:, part.offset : stop] = rows.view(torch.uint8).flatten(1)
+    rows = content.flatten(1).contiguous().view(torch.uint8)
+    data[:, part.offset : part.offset + rows.shape[1]] = rows
 
 
 def scatter_rows(

@@ -74,8 +74,8 @@ class FP8Format(AppendableFormat):
         data = torch.zeros(k.shape[0], size, dtype=torch.uint8, device=k.device)
         for (codes_part, scales_part), x in zip(self._parts(geometry), (k, v), strict=True):
             codes, scales = quantise(x.transpose(1, 2))
-            write_part(data, codes_part, codes, geometry)
-            write_part(data, scales_part, scales, geometry)
+            write_part(data, codes_part, codes)
+            write_part(data, scales_part, scales)
         return data
 
     def expand(self, data: torch.Tensor, geometry: KVGeometry) -> Tile:

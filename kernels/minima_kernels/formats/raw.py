@@ -32,7 +32,7 @@ class RawFormat(AppendableFormat):
         layout = self.layout(geometry)
         data = torch.zeros(k.shape[0], layout.layer_bytes, dtype=torch.uint8, device=k.device)
         for part, x in ((layout.k_codes, k), (layout.v_codes, v)):
-            write_part(data, part, x.transpose(1, 2).to(self.dtype), geometry)
+            write_part(data, part, x.transpose(1, 2).to(self.dtype))
         return data
 
     def expand(self, data: torch.Tensor, geometry: KVGeometry) -> Tile:

@@ -91,7 +91,7 @@ class TQ(Format):
         v = v.transpose(1, 2).float().contiguous()
         if layout.k_mean is not None:
             mean = k.mean(dim=2).half()
-            write_part(data, layout.k_mean, mean, geometry)
+            write_part(data, layout.k_mean, mean)
             k = k - mean.float()[:, :, None]
         assert layout.k_scales is not None and layout.v_scales is not None
         for x, levels, codes_part, scales_part in (
@@ -99,8 +99,8 @@ class TQ(Format):
             (v, self.v_levels, layout.v_codes, layout.v_scales),
         ):
             codes, scales = quantise(x, levels)
-            write_part(data, codes_part, pack(codes.flatten(2), levels), geometry)
-            write_part(data, scales_part, scales, geometry)
+            write_part(data, codes_part, pack(codes.flatten(2), levels))
+            write_part(data, scales_part, scales)
         return data
 
     def expand(self, data: torch.Tensor, geometry: KVGeometry) -> Tile:

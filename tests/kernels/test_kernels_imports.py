@@ -1,0 +1,26 @@
+"""The package stands alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+BLOCKED = """
+import sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("sglang_minima", "minima_radix", "transformers"):
+            raise ImportError(f"{name} is out of bounds")
+
+sys.meta_path.insert(0, Blocker())
+import pkgutil, importlib, minima_kernels
+for module in pkgutil.walk_packages(minima_kernels.__path__, "minima_kernels."):
+    if "._native" not in module.name:
+        importlib.import_module(module.name)
+"""
+
+
+def test_every_module_imports_without_the_engine() -> None:
+    result = subprocess.run([sys.executable, "-c", BLOCKED], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
