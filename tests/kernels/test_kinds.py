@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 
@@ -61,7 +62,7 @@ def test_parts_add_up_to_the_page(name: str, page_size: int, heads: int, dim: in
         (part.offset, part.offset + heads * part.head_bytes) for part in parts if part is not None
     )
     assert spans[0][0] == 0
-    assert all(stop <= start for (_, stop), (start, _) in zip(spans, spans[1:], strict=False))
+    assert all(stop <= start for (_, stop), (start, _) in pairwise(spans))
     assert spans[-1][1] <= format_.layer_bytes(geometry)
     assert format_.layer_bytes(geometry) % 16 == 0
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
 from minima_kernels.attention import merge_many, merge_states
@@ -12,9 +14,7 @@ def test_parts_merge_to_the_whole() -> None:
     q, k, v = torch.randn(5, 8, 64), torch.randn(90, 2, 64) * 3, torch.randn(90, 2, 64)
     whole = dense_attention(q, k, v, 0.125)
     cuts = [0, 1, 40, 41, 90]
-    parts = [
-        dense_attention(q, k[a:b], v[a:b], 0.125) for a, b in zip(cuts, cuts[1:], strict=False)
-    ]
+    parts = [dense_attention(q, k[a:b], v[a:b], 0.125) for a, b in pairwise(cuts)]
     merged = merge_many(torch.stack([p.out for p in parts]), torch.stack([p.lse for p in parts]))
     assert torch.allclose(merged.out, whole.out, atol=1e-5)
     assert torch.allclose(merged.lse.double(), whole.lse, atol=1e-5)
