@@ -35,9 +35,7 @@ class Format(Structure):
 class Geometry(Structure):
     """``MinimaGeometry``."""
 
-    _fields_ = [
-        (name, c_int32) for name in ("kv_heads", "group", "head_dim", "page_size")
-    ]
+    _fields_ = [(name, c_int32) for name in ("kv_heads", "group", "head_dim", "page_size")]
 
 
 class DecodePlan(Structure):

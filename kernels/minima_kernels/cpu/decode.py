@@ -74,10 +74,7 @@ def flatten_decode(
         for item in items
     ]
     entry_rows = _concatenate(
-        [
-            np.tile(segment.readers, len(segment.addresses))
-            for segment in segments
-        ]
+        [np.tile(segment.readers, len(segment.addresses)) for segment in segments]
     )
     arrays = {
         "pages": _concatenate([i.segment.addresses[i.first : i.stop] for i in items]) * GRANULE,
@@ -149,9 +146,7 @@ def run_native_decode(
     return AttentionOutput(out.to(q.dtype), lse, mass)
 
 
-def _cut(
-    segments: Sequence[CheckedSegment], geometry: KVGeometry, threads: int
-) -> list[_Item]:
+def _cut(segments: Sequence[CheckedSegment], geometry: KVGeometry, threads: int) -> list[_Item]:
     """Items of about equal cost, in the order of the segments."""
     page_costs = [1 + _READER_COST * (len(segment.readers) - 1) for segment in segments]
     total = sum(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from functools import lru_cache
+from functools import cache
 
 from minima_kernels.cpu import abi
 from minima_kernels.formats import BF16, F16, F32, FP8, TQ, Format, Part
@@ -33,7 +33,7 @@ def unsupported(kinds: tuple[PageKind, ...], geometry: KVGeometry) -> str:
     return ""
 
 
-@lru_cache(maxsize=None)
+@cache
 def layer_formats(
     kinds: tuple[PageKind, ...], layer: int, geometry: KVGeometry
 ) -> ctypes.Array[abi.Format]:
@@ -58,9 +58,7 @@ def _describe(target: abi.Format, kind: PageKind, layer: int, geometry: KVGeomet
         setattr(target, f"{name}_head", 0 if part is None else part.head_bytes)
 
 
-@lru_cache(maxsize=None)
+@cache
 def native_geometry(geometry: KVGeometry, group_size: int) -> abi.Geometry:
     """The geometry with ``group_size`` query heads per KV head."""
-    return abi.Geometry(
-        geometry.num_kv_heads, group_size, geometry.head_dim, geometry.page_size
-    )
+    return abi.Geometry(geometry.num_kv_heads, group_size, geometry.head_dim, geometry.page_size)

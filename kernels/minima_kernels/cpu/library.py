@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -26,7 +26,7 @@ MISSING = "native extension not built"
 """Reason that the route counters show when there is no extension."""
 
 
-@lru_cache(maxsize=None)
+@cache
 def library() -> ctypes.CDLL | None:
     """The extension, or ``None`` where it was not built; that is logged, once.
 

@@ -10,15 +10,24 @@
 // are multiplied in float32.
 //
 // Tile layouts: keys   [token / LANES][channel or pair][LANES], pair = two neighbouring channels;
-//               values [channel / LANES][token or pair][LANES], pair = two neighbouring tokens.
+//               values [token or pair][channel / LANES][LANES], pair = two neighbouring tokens.
+// So both are written in the order of the page's rows; a product steps through them by strides.
+
+// Where the vectors of a tile lie: strides in vectors from one output to the next, and from one
+// step of the sum to the next.
+struct Strides {
+  int output, step;
+};
 
 template <int NV, int RB>
-INLINE void block_i16(const int16_t* tile, int pairs, const int16_t* a, int lda, int32_t* c,
-                      int ldc) {
-  VI sums[NV][RB] = {};
+INLINE void block_i16(const int16_t* tile, Strides strides, int pairs, const int16_t* a, int lda,
+                      const int32_t* start, int32_t* c, int ldc) {
+  VI sums[NV][RB];
+  for (int r = 0; r < RB; ++r)
+    for (int v = 0; v < NV; ++v) sums[v][r] = splat(start[r]);
   for (int k = 0; k < pairs; ++k) {
     VS b[NV];
-    for (int v = 0; v < NV; ++v) b[v] = load(tile + (v * pairs + k) * 2 * LANES);
+    for (int v = 0; v < NV; ++v) b[v] = load(tile + (v * strides.output + k * strides.step) * 2 * LANES);
     for (int r = 0; r < RB; ++r) {
       const VI pair = splat(*reinterpret_cast<const Word*>(a + r * lda + 2 * k));
       for (int v = 0; v < NV; ++v) sums[v][r] = dot(sums[v][r], b[v], reinterpret_cast<VS>(pair));
@@ -29,11 +38,12 @@ INLINE void block_i16(const int16_t* tile, int pairs, const int16_t* a, int lda,
 }
 
 template <int NV, int RB>
-INLINE void block_f32(const float* tile, int depth, const float* a, int lda, float* c, int ldc) {
+INLINE void block_f32(const float* tile, Strides strides, int depth, const float* a, int lda,
+                      float* c, int ldc) {
   VF sums[NV][RB] = {};
   for (int k = 0; k < depth; ++k) {
     VF b[NV];
-    for (int v = 0; v < NV; ++v) b[v] = load(tile + (v * depth + k) * LANES);
+    for (int v = 0; v < NV; ++v) b[v] = load(tile + (v * strides.output + k * strides.step) * LANES);
     for (int r = 0; r < RB; ++r) {
       const VF factor = splat(a[r * lda + k]);
       for (int v = 0; v < NV; ++v) sums[v][r] += b[v] * factor;
@@ -44,74 +54,78 @@ INLINE void block_f32(const float* tile, int depth, const float* a, int lda, flo
 }
 
 template <int RB>
-void rows_i16(const int16_t* tile, int vectors, int pairs, const int16_t* a, int lda, int32_t* c,
-              int ldc) {
+void rows_i16(const int16_t* tile, Strides strides, int vectors, int pairs, const int16_t* a,
+              int lda, const int32_t* start, int32_t* c, int ldc) {
+  const int next = strides.output * 2 * LANES;
   constexpr int NV = RB == 1 ? 8 : RB <= 3 ? 4 : 2;
   int v = 0;
   for (; v + NV <= vectors; v += NV)
-    block_i16<NV, RB>(tile + v * pairs * 2 * LANES, pairs, a, lda, c + v * LANES, ldc);
+    block_i16<NV, RB>(tile + v * next, strides, pairs, a, lda, start, c + v * LANES, ldc);
   if (NV > 4 && v + 4 <= vectors) {
-    block_i16<4, RB>(tile + v * pairs * 2 * LANES, pairs, a, lda, c + v * LANES, ldc);
+    block_i16<4, RB>(tile + v * next, strides, pairs, a, lda, start, c + v * LANES, ldc);
     v += 4;
   }
   if (NV > 2 && v + 2 <= vectors) {
-    block_i16<2, RB>(tile + v * pairs * 2 * LANES, pairs, a, lda, c + v * LANES, ldc);
+    block_i16<2, RB>(tile + v * next, strides, pairs, a, lda, start, c + v * LANES, ldc);
     v += 2;
   }
   if (v < vectors)
-    block_i16<1, RB>(tile + v * pairs * 2 * LANES, pairs, a, lda, c + v * LANES, ldc);
+    block_i16<1, RB>(tile + v * next, strides, pairs, a, lda, start, c + v * LANES, ldc);
 }
 
 template <int RB>
-void rows_f32(const float* tile, int vectors, int depth, const float* a, int lda, float* c,
-              int ldc) {
+void rows_f32(const float* tile, Strides strides, int vectors, int depth, const float* a, int lda,
+              float* c, int ldc) {
+  const int next = strides.output * LANES;
   constexpr int NV = RB == 1 ? 8 : RB <= 3 ? 4 : 2;
   int v = 0;
   for (; v + NV <= vectors; v += NV)
-    block_f32<NV, RB>(tile + v * depth * LANES, depth, a, lda, c + v * LANES, ldc);
+    block_f32<NV, RB>(tile + v * next, strides, depth, a, lda, c + v * LANES, ldc);
   if (NV > 4 && v + 4 <= vectors) {
-    block_f32<4, RB>(tile + v * depth * LANES, depth, a, lda, c + v * LANES, ldc);
+    block_f32<4, RB>(tile + v * next, strides, depth, a, lda, c + v * LANES, ldc);
     v += 4;
   }
   if (NV > 2 && v + 2 <= vectors) {
-    block_f32<2, RB>(tile + v * depth * LANES, depth, a, lda, c + v * LANES, ldc);
+    block_f32<2, RB>(tile + v * next, strides, depth, a, lda, c + v * LANES, ldc);
     v += 2;
   }
   if (v < vectors)
-    block_f32<1, RB>(tile + v * depth * LANES, depth, a, lda, c + v * LANES, ldc);
+    block_f32<1, RB>(tile + v * next, strides, depth, a, lda, c + v * LANES, ldc);
 }
 
-void multiply(const int16_t* tile, int vectors, int depth, const int16_t* a, int lda, int32_t* c,
-              int ldc, int rows) {
+// C = A x tile, plus start[row] in every column of a row.
+void multiply(const int16_t* tile, Strides strides, int vectors, int depth, const int16_t* a,
+              int lda, const int32_t* start, int32_t* c, int ldc, int rows) {
   const int pairs = depth / 2;
-  for (; rows >= 6; rows -= 6, a += 6 * lda, c += 6 * ldc)
-    rows_i16<6>(tile, vectors, pairs, a, lda, c, ldc);
+  for (; rows >= 6; rows -= 6, a += 6 * lda, start += 6, c += 6 * ldc)
+    rows_i16<6>(tile, strides, vectors, pairs, a, lda, start, c, ldc);
   switch (rows) {
-    case 5: rows_i16<5>(tile, vectors, pairs, a, lda, c, ldc); break;
-    case 4: rows_i16<4>(tile, vectors, pairs, a, lda, c, ldc); break;
-    case 3: rows_i16<3>(tile, vectors, pairs, a, lda, c, ldc); break;
-    case 2: rows_i16<2>(tile, vectors, pairs, a, lda, c, ldc); break;
-    case 1: rows_i16<1>(tile, vectors, pairs, a, lda, c, ldc); break;
+    case 5: rows_i16<5>(tile, strides, vectors, pairs, a, lda, start, c, ldc); break;
+    case 4: rows_i16<4>(tile, strides, vectors, pairs, a, lda, start, c, ldc); break;
+    case 3: rows_i16<3>(tile, strides, vectors, pairs, a, lda, start, c, ldc); break;
+    case 2: rows_i16<2>(tile, strides, vectors, pairs, a, lda, start, c, ldc); break;
+    case 1: rows_i16<1>(tile, strides, vectors, pairs, a, lda, start, c, ldc); break;
     default: break;
   }
 }
 
-void multiply(const float* tile, int vectors, int depth, const float* a, int lda, float* c, int ldc,
-              int rows) {
+void multiply(const float* tile, Strides strides, int vectors, int depth, const float* a, int lda,
+              float* c, int ldc, int rows) {
   for (; rows >= 6; rows -= 6, a += 6 * lda, c += 6 * ldc)
-    rows_f32<6>(tile, vectors, depth, a, lda, c, ldc);
+    rows_f32<6>(tile, strides, vectors, depth, a, lda, c, ldc);
   switch (rows) {
-    case 5: rows_f32<5>(tile, vectors, depth, a, lda, c, ldc); break;
-    case 4: rows_f32<4>(tile, vectors, depth, a, lda, c, ldc); break;
-    case 3: rows_f32<3>(tile, vectors, depth, a, lda, c, ldc); break;
-    case 2: rows_f32<2>(tile, vectors, depth, a, lda, c, ldc); break;
-    case 1: rows_f32<1>(tile, vectors, depth, a, lda, c, ldc); break;
+    case 5: rows_f32<5>(tile, strides, vectors, depth, a, lda, c, ldc); break;
+    case 4: rows_f32<4>(tile, strides, vectors, depth, a, lda, c, ldc); break;
+    case 3: rows_f32<3>(tile, strides, vectors, depth, a, lda, c, ldc); break;
+    case 2: rows_f32<2>(tile, strides, vectors, depth, a, lda, c, ldc); break;
+    case 1: rows_f32<1>(tile, strides, vectors, depth, a, lda, c, ldc); break;
     default: break;
   }
 }
 
-// Quantise a row of queries to 15 bits; gives its step and the sum of its integers.
-void quantise(const float* q, int dim, int16_t* q16, float* step, int32_t* total) {
+// Quantises a row of queries to 15 bits. Gives its step, and what the bias of a tile adds to each of
+// its products, with the sign turned.
+void quantise(const float* q, int dim, int16_t* q16, float* step, int32_t* start) {
   VF best = {};
   for (int d = 0; d < dim; d += LANES) {
     const VF x = load(q + d);
@@ -126,7 +140,7 @@ void quantise(const float* q, int dim, int16_t* q16, float* step, int32_t* total
     all += rounded;
     *reinterpret_cast<VHalf*>(q16 + d) = narrow(rounded);
   }
-  *total = sum(all);
+  *start = -kBias * sum(all);
   *step = largest / 32767.0f;
 }
 
@@ -139,11 +153,13 @@ struct Scratch {
   alignas(64) int16_t weights[kRowBlock * kMaxTile];
   alignas(64) float k_scales[kMaxTile];
   alignas(64) float v_scales[kMaxTile];
+  alignas(64) int32_t valid[kMaxTile];
   alignas(64) float means[kMaxChunks][256];
   alignas(64) uint8_t bytes[kMaxTile * 256 + 64];
-  int32_t weight_total[kRowBlock];
+  int32_t weight_start[kRowBlock];
   float weight_step[kRowBlock];
   float keep[kRowBlock];
+  float best[kRowBlock];  // largest score, then largest weight
 };
 
 // log2(2**a + 2**b); either may be -inf.
@@ -153,16 +169,16 @@ INLINE float log2_add(float a, float b) {
   return high + __builtin_log2f(1.0f + __builtin_exp2f(low - high));
 }
 
-void load_scales(const uint8_t* stored, int tokens, int columns, float factor, float* scales) {
-  for (int t = 0; t < tokens; ++t) {
-    uint16_t half;
-    __builtin_memcpy(&half, stored + 2 * t, 2);
-    scales[t] = half_to_float(half) * factor;
+// FP16 numbers to float32, `columns` of them; those from `valid` on become zero.
+void load_factors(const uint8_t* stored, int valid, int columns, float factor, float* target) {
+  for (int t = 0; t < columns; t += LANES) {
+    const VF x = load_halves(stored + 2 * t) * factor;
+    store(target + t, t + LANES <= valid ? x : lane_numbers() < splat(valid - t) ? x : VF{});
   }
-  for (int t = tokens; t < columns; ++t) scales[t] = 0;
 }
 
-template <typename Element>
+// `masked`: some columns of the tile are not valid.
+template <typename Element, bool masked>
 void attend_tile(const AttendJob& job, const MinimaFormat& format, const Chunk* chunks,
                  int num_chunks, int columns, Scratch& s) {
   constexpr bool is_tq = sizeof(Element) == 2;
@@ -170,14 +186,15 @@ void attend_tile(const AttendJob& job, const MinimaFormat& format, const Chunk* 
   const int dim = g.head_dim;
   Element* keys = reinterpret_cast<Element*>(s.keys);
   Element* values = reinterpret_cast<Element*>(s.values);
+  const Strides key_strides = {is_tq ? dim / 2 : dim, 1}, value_strides = {1, dim / LANES};
 
   // The last valid token may leave lanes of a 16-column group empty: their scores are masked.
   for (int i = 0; i < num_chunks; ++i) {
     const Chunk& chunk = chunks[i];
     const uint8_t* k = chunk.page + format.k_codes + job.head * format.k_codes_head;
     const uint8_t* v = chunk.page + format.v_codes + job.head * format.v_codes_head;
-    expand_keys(format, k, chunk, columns, dim, keys, s.bytes);
-    expand_values(format, v, chunk, columns, dim, values, s.bytes);
+    expand_keys(format, k, chunk, dim, keys, s.bytes);
+    expand_values(format, v, chunk, dim, values, s.bytes);
     float k_factor = 1, v_factor = 1;
     if (is_tq) {
       k_factor = level_table(format.k_levels).step;
@@ -187,9 +204,9 @@ void attend_tile(const AttendJob& job, const MinimaFormat& format, const Chunk* 
     }
     if (format.k_scales >= 0) {
       const int64_t at = 2 * chunk.first;
-      load_scales(chunk.page + format.k_scales + job.head * format.k_scales_head + at,
+      load_factors(chunk.page + format.k_scales + job.head * format.k_scales_head + at,
                   chunk.tokens, chunk.columns, k_factor, s.k_scales + chunk.column);
-      load_scales(chunk.page + format.v_scales + job.head * format.v_scales_head + at,
+      load_factors(chunk.page + format.v_scales + job.head * format.v_scales_head + at,
                   chunk.tokens, chunk.columns, v_factor, s.v_scales + chunk.column);
     } else {
       for (int t = 0; t < chunk.columns; ++t) {
@@ -197,13 +214,11 @@ void attend_tile(const AttendJob& job, const MinimaFormat& format, const Chunk* 
         s.v_scales[chunk.column + t] = t < chunk.tokens ? 1.0f : 0.0f;
       }
     }
+    for (int t = 0; masked && t < chunk.columns; t += LANES)
+      store(s.valid + chunk.column + t, lane_numbers() < splat(chunk.tokens - t));
     if (format.k_mean >= 0) {
       const uint8_t* mean = chunk.page + format.k_mean + job.head * format.k_mean_head;
-      for (int d = 0; d < dim; ++d) {
-        uint16_t half;
-        __builtin_memcpy(&half, mean + 2 * d, 2);
-        s.means[i][d] = half_to_float(half);
-      }
+      load_factors(mean, dim, dim, 1.0f, s.means[i]);
     }
   }
 
@@ -214,53 +229,56 @@ void attend_tile(const AttendJob& job, const MinimaFormat& format, const Chunk* 
     float* scores = s.scores;
     if constexpr (is_tq) {
       const int16_t* q16 = job.q16 + static_cast<int64_t>(block) * dim;
-      multiply(keys, columns / LANES, dim, q16, dim, s.products, kMaxTile, rows);
+      multiply(keys, key_strides, columns / LANES, dim, q16, dim, job.q_start + block, s.products,
+               kMaxTile, rows);
     } else {
-      multiply(keys, columns / LANES, dim, q, dim, scores, kMaxTile, rows);
+      multiply(keys, key_strides, columns / LANES, dim, q, dim, scores, kMaxTile, rows);
     }
 
+    // Pass by pass over all rows: a row's reductions are long chains, and the processor can only
+    // overlap those of different rows if they are close together.
     for (int r = 0; r < rows; ++r) {
       float* row = scores + r * kMaxTile;
-      float shift[kMaxChunks] = {};
-      if (format.k_mean >= 0) {
-        for (int i = 0; i < num_chunks; ++i) {
-          VF total = {};
-          for (int d = 0; d < dim; d += LANES) total += load(q + r * dim + d) * load(s.means[i] + d);
-          shift[i] = sum(total);
-        }
-      }
       VF best = splat(-INFINITY);
       for (int i = 0; i < num_chunks; ++i) {
         const Chunk& chunk = chunks[i];
-        for (int t = 0; t < chunk.columns; t += LANES) {
-          const int at = chunk.column + t;
+        float shift = 0;
+        if (format.k_mean >= 0) {
+          VF total = {};
+          for (int d = 0; d < dim; d += LANES) total += load(q + r * dim + d) * load(s.means[i] + d);
+          shift = sum(total);
+        }
+        for (int at = chunk.column; at < chunk.column + chunk.columns; at += LANES) {
           VF x;
           if constexpr (is_tq) {
-            const VI exact = load(s.products + r * kMaxTile + at) - job.q_total[block + r] * kBias;
-            x = to_float(exact) * (load(s.k_scales + at) * job.q_step[block + r]) + shift[i];
+            const VI exact = load(s.products + r * kMaxTile + at);
+            x = to_float(exact) * (load(s.k_scales + at) * job.q_step[block + r]) + shift;
           } else {
-            x = load(row + at) * load(s.k_scales + at) + shift[i];
+            x = load(row + at) * load(s.k_scales + at) + shift;
           }
-          if (t + LANES > chunk.tokens)
-            x = lane_numbers() < splat(chunk.tokens - t) ? x : splat(-INFINITY);
+          if constexpr (masked) x = load(s.valid + at) != VI{} ? x : splat(-INFINITY);
           store(row + at, x);
           best = vmax(best, x);
         }
       }
+      s.best[r] = maximum(best);
+    }
+    for (int r = 0; r < rows; ++r) {
       const float old_max = job.max[block + r];
-      float new_max = maximum(best);
-      new_max = new_max > old_max ? new_max : old_max;
+      const float new_max = s.best[r] > old_max ? s.best[r] : old_max;
       s.keep[r] = old_max == new_max ? 1.0f : __builtin_exp2f(old_max - new_max);
       job.max[block + r] = new_max;
-
+    }
+    for (int r = 0; r < rows; ++r) {
+      float* row = scores + r * kMaxTile;
+      const float new_max = job.max[block + r];
       VF row_total = {}, largest = {};
       for (int i = 0; i < num_chunks; ++i) {
         const Chunk& chunk = chunks[i];
         VF chunk_total = {};
-        for (int t = 0; t < chunk.columns; t += LANES) {
-          const int at = chunk.column + t;
+        for (int at = chunk.column; at < chunk.column + chunk.columns; at += LANES) {
           VF p = exp2_negative(load(row + at) - new_max);
-          if (t + LANES > chunk.tokens) p = lane_numbers() < splat(chunk.tokens - t) ? p : VF{};
+          if constexpr (masked) p = load(s.valid + at) != VI{} ? p : VF{};
           chunk_total += p;
           p *= load(s.v_scales + at);
           store(row + at, p);
@@ -268,31 +286,34 @@ void attend_tile(const AttendJob& job, const MinimaFormat& format, const Chunk* 
         }
         row_total += chunk_total;
         if (job.page_sums) {
-          float* page_sum = job.page_sums + static_cast<int64_t>(chunk.page_index) * job.rows;
-          float& entry = page_sum[block + r];
+          float& entry =
+              job.page_sums[static_cast<int64_t>(chunk.page_index) * job.rows + block + r];
           entry = log2_add(entry, new_max + __builtin_log2f(sum(chunk_total)));
         }
       }
       job.sum[block + r] = job.sum[block + r] * s.keep[r] + sum(row_total);
-
-      if constexpr (is_tq) {
-        const float top = maximum(largest);
+      if constexpr (is_tq) s.best[r] = maximum(largest);
+    }
+    if constexpr (is_tq) {
+      for (int r = 0; r < rows; ++r) {
+        const float top = s.best[r];
         const float inverse = top > 0 ? 32767.0f / top : 0.0f;
         VI total = {};
         for (int at = 0; at < columns; at += LANES) {
-          const VI w = to_int(load(row + at) * inverse + 0.5f);
+          const VI w = to_int(load(scores + r * kMaxTile + at) * inverse + 0.5f);
           total += w;
           *reinterpret_cast<VHalf*>(s.weights + r * kMaxTile + at) = narrow(w);
         }
-        s.weight_total[r] = sum(total);
+        s.weight_start[r] = -kBias * sum(total);
         s.weight_step[r] = top / 32767.0f;
       }
     }
 
     if constexpr (is_tq) {
-      multiply(values, dim / LANES, columns, s.weights, kMaxTile, s.products, dim, rows);
+      multiply(values, value_strides, dim / LANES, columns, s.weights, kMaxTile, s.weight_start,
+               s.products, dim, rows);
     } else {
-      multiply(values, dim / LANES, columns, scores, kMaxTile,
+      multiply(values, value_strides, dim / LANES, columns, scores, kMaxTile,
                reinterpret_cast<float*>(s.products), dim, rows);
     }
     for (int r = 0; r < rows; ++r) {
@@ -301,8 +322,7 @@ void attend_tile(const AttendJob& job, const MinimaFormat& format, const Chunk* 
       for (int d = 0; d < dim; d += LANES) {
         VF x;
         if constexpr (is_tq) {
-          const VI exact = load(s.products + r * dim + d) - s.weight_total[r] * kBias;
-          x = to_float(exact) * s.weight_step[r];
+          x = to_float(load(s.products + r * dim + d)) * s.weight_step[r];
         } else {
           x = load(reinterpret_cast<float*>(s.products) + r * dim + d);
         }
@@ -310,6 +330,19 @@ void attend_tile(const AttendJob& job, const MinimaFormat& format, const Chunk* 
       }
     }
   }
+}
+
+// Asks for the codes of tokens `first` .. of a page, so that they arrive while a tile is worked on.
+void prefetch(const MinimaFormat& format, const uint8_t* page, int head, int page_size, int first,
+              int tokens) {
+  const int64_t k_bytes = format.k_codes_head * tokens / page_size;
+  const int64_t v_bytes = format.v_codes_head * tokens / page_size;
+  const uint8_t* k = page + format.k_codes + head * format.k_codes_head +
+                     format.k_codes_head * first / page_size;
+  const uint8_t* v = page + format.v_codes + head * format.v_codes_head +
+                     format.v_codes_head * first / page_size;
+  for (int64_t at = 0; at < k_bytes; at += 64) __builtin_prefetch(k + at, 0, 2);
+  for (int64_t at = 0; at < v_bytes; at += 64) __builtin_prefetch(v + at, 0, 2);
 }
 
 template <typename Element>
@@ -334,7 +367,16 @@ void attend_pages(const AttendJob& job, const MinimaFormat& format, const uint8_
       columns += rounded;
       const bool group_ends = (position + i + 1) % per_tile == 0 || i + 1 == num_pages;
       if (group_ends || first + limit < length) {
-        attend_tile<Element>(job, format, chunks, num_chunks, columns, scratch);
+        if (first + limit < length)
+          prefetch(format, arena + pages[i], job.head, page_size, first + limit, limit);
+        else
+          for (int64_t next = i + 1; next < num_pages && next <= i + per_tile; ++next)
+            prefetch(format, arena + pages[next], job.head, page_size, 0,
+                     page_size < limit ? page_size : limit);
+        if (tokens < rounded)
+          attend_tile<Element, true>(job, format, chunks, num_chunks, columns, scratch);
+        else
+          attend_tile<Element, false>(job, format, chunks, num_chunks, columns, scratch);
         num_chunks = columns = 0;
       }
     }

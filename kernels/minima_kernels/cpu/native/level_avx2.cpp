@@ -19,11 +19,32 @@ namespace {
 #define LANES 8
 #include "simd.h"
 
+INLINE float sum(VF v) {
+  const __m256 x = reinterpret_cast<__m256>(v);
+  __m128 y = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  y = _mm_add_ps(y, _mm_movehl_ps(y, y));
+  return _mm_cvtss_f32(_mm_add_ss(y, _mm_movehdup_ps(y)));
+}
+INLINE int32_t sum(VI v) {
+  const __m256i x = reinterpret_cast<__m256i>(v);
+  __m128i y = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+  y = _mm_add_epi32(y, _mm_shuffle_epi32(y, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(y, _mm_shuffle_epi32(y, 0xb1)));
+}
+INLINE float maximum(VF v) {
+  const __m256 x = reinterpret_cast<__m256>(v);
+  __m128 y = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  y = _mm_max_ps(y, _mm_movehl_ps(y, y));
+  return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
+}
 INLINE VI lane_numbers() { return VI{0, 1, 2, 3, 4, 5, 6, 7}; }
 INLINE VHalf narrow(VI v) {
   const __m256i wide = reinterpret_cast<__m256i>(v);
   return reinterpret_cast<VHalf>(
       _mm_packs_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1)));
+}
+INLINE VF load_halves(const uint8_t* p) {
+  return reinterpret_cast<VF>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 }
 INLINE VI dot(VI total, VS a, VS b) {
   return total + reinterpret_cast<VI>(

@@ -19,9 +19,16 @@ namespace {
 #define LANES 16
 #include "simd.h"
 
+INLINE float sum(VF v) { return _mm512_reduce_add_ps(reinterpret_cast<__m512>(v)); }
+INLINE int32_t sum(VI v) { return _mm512_reduce_add_epi32(reinterpret_cast<__m512i>(v)); }
+INLINE float maximum(VF v) { return _mm512_reduce_max_ps(reinterpret_cast<__m512>(v)); }
 INLINE VI lane_numbers() { return VI{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
 INLINE VHalf narrow(VI v) {
   return reinterpret_cast<VHalf>(_mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(v)));
+}
+INLINE VF load_halves(const uint8_t* p) {
+  return reinterpret_cast<VF>(
+      _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
 }
 INLINE VI dot(VI total, VS a, VS b) {
   return reinterpret_cast<VI>(_mm512_dpwssd_epi32(reinterpret_cast<__m512i>(total),

@@ -13,8 +13,21 @@ namespace {
 #define LANES 4
 #include "simd.h"
 
+INLINE float sum(VF v) { return (v[0] + v[1]) + (v[2] + v[3]); }
+INLINE int32_t sum(VI v) { return (v[0] + v[1]) + (v[2] + v[3]); }
+INLINE float maximum(VF v) {
+  const float low = v[0] > v[1] ? v[0] : v[1], high = v[2] > v[3] ? v[2] : v[3];
+  return low > high ? low : high;
+}
 INLINE VI lane_numbers() { return VI{0, 1, 2, 3}; }
 INLINE VHalf narrow(VI v) { return __builtin_convertvector(v, VHalf); }
+INLINE VF load_halves(const uint8_t* p) {
+  uint16_t halves[LANES];
+  __builtin_memcpy(halves, p, sizeof halves);
+  VF x;
+  for (int i = 0; i < LANES; ++i) x[i] = half_to_float(halves[i]);
+  return x;
+}
 INLINE VI dot(VI total, VS a, VS b) {
   const VI x = reinterpret_cast<VI>(a), y = reinterpret_cast<VI>(b);
   return total + ((x << 16) >> 16) * ((y << 16) >> 16) + (x >> 16) * (y >> 16);

@@ -15,7 +15,7 @@ struct AttendJob {
   const float* q;          // [rows, D], scaled by scale * log2(e)
   const int16_t* q16;      // [rows, D], the same in integers of q_step
   const float* q_step;     // [rows]
-  const int32_t* q_total;  // [rows], sums of q16
+  const int32_t* q_start;  // [rows], what undoes the bias of centroids in a product
   float* out;              // [rows, D], unnormalised
   float* max;              // [rows]
   float* sum;              // [rows]
@@ -25,7 +25,7 @@ struct AttendJob {
 struct Level {
   const char* name;
   size_t scratch_bytes;
-  void (*quantise)(const float* q, int dim, int16_t* q16, float* step, int32_t* total);
+  void (*quantise)(const float* q, int dim, int16_t* q16, float* step, int32_t* start);
   // Attends to consecutive pages of one format; `position` counts pages before them in the sequence.
   void (*attend)(const AttendJob& job, const MinimaFormat& format, const uint8_t* arena,
                  const int64_t* pages, int64_t num_pages, int last_len, int64_t position,

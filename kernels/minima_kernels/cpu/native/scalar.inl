@@ -21,7 +21,7 @@ INLINE float load_value(const MinimaFormat& format, const uint8_t* p, int64_t in
   }
 }
 
-void expand_keys(const MinimaFormat& format, const uint8_t* codes, const Chunk& chunk, int, int dim,
+void expand_keys(const MinimaFormat& format, const uint8_t* codes, const Chunk& chunk, int dim,
                  int16_t* keys, uint8_t* bytes) {
   bytes += 8;
   unpack_bytes(level_table(format.k_levels), codes, static_cast<int64_t>(chunk.first) * dim,
@@ -33,20 +33,20 @@ void expand_keys(const MinimaFormat& format, const uint8_t* codes, const Chunk& 
   }
 }
 
-void expand_values(const MinimaFormat& format, const uint8_t* codes, const Chunk& chunk,
-                   int columns, int dim, int16_t* values, uint8_t* bytes) {
+void expand_values(const MinimaFormat& format, const uint8_t* codes, const Chunk& chunk, int dim,
+                   int16_t* values, uint8_t* bytes) {
   bytes += 8;
   unpack_bytes(level_table(format.v_levels), codes, static_cast<int64_t>(chunk.first) * dim,
                static_cast<int64_t>(chunk.columns) * dim, bytes);
   for (int t = 0; t < chunk.columns; ++t) {
     const int at = chunk.column + t;
     for (int d = 0; d < dim; ++d)
-      values[(d / LANES * (columns / 2) + at / 2) * 2 * LANES + d % LANES * 2 + at % 2] =
+      values[(at / 2 * dim + d) * 2 + at % 2] =
           bytes[t * dim + d];
   }
 }
 
-void expand_keys(const MinimaFormat& format, const uint8_t* codes, const Chunk& chunk, int, int dim,
+void expand_keys(const MinimaFormat& format, const uint8_t* codes, const Chunk& chunk, int dim,
                  float* keys, uint8_t*) {
   for (int t = 0; t < chunk.columns; ++t) {
     const int at = chunk.column + t;
@@ -56,12 +56,12 @@ void expand_keys(const MinimaFormat& format, const uint8_t* codes, const Chunk& 
   }
 }
 
-void expand_values(const MinimaFormat& format, const uint8_t* codes, const Chunk& chunk,
-                   int columns, int dim, float* values, uint8_t*) {
+void expand_values(const MinimaFormat& format, const uint8_t* codes, const Chunk& chunk, int dim,
+                   float* values, uint8_t*) {
   for (int t = 0; t < chunk.columns; ++t) {
     const int at = chunk.column + t;
     for (int d = 0; d < dim; ++d)
-      values[(d / LANES * columns + at) * LANES + d % LANES] =
+      values[at * dim + d] =
           t < chunk.tokens
               ? load_value(format, codes, static_cast<int64_t>(chunk.first + t) * dim + d)
               : 0.0f;

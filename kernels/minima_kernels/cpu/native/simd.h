@@ -21,41 +21,25 @@ INLINE VF to_float(VI v) { return __builtin_convertvector(v, VF); }
 INLINE VI to_int(VF v) { return __builtin_convertvector(v, VI); }
 INLINE VF vmax(VF a, VF b) { return a > b ? a : b; }
 
-INLINE float sum(VF v) {
-  float total = 0;
-  for (int i = 0; i < LANES; ++i) total += v[i];
-  return total;
-}
-INLINE int32_t sum(VI v) {
-  int32_t total = 0;
-  for (int i = 0; i < LANES; ++i) total += v[i];
-  return total;
-}
-INLINE float maximum(VF v) {
-  float best = v[0];
-  for (int i = 1; i < LANES; ++i) best = v[i] > best ? v[i] : best;
-  return best;
-}
-
 // 2**x for x <= 0; below -126 it gives 2**-126. Relative error below 3e-7.
 INLINE VF exp2_negative(VF x) {
   x = vmax(x, splat(-126.0f));
-  const VI whole = to_int(x - 0.5f);  // truncation rounds a negative number to the nearest
-  const VF f = x - to_float(whole);
-  VF p = splat(1.535336188e-4f);
-  p = p * f + 1.339887440e-3f;
-  p = p * f + 9.618437357e-3f;
-  p = p * f + 5.550332548e-2f;
-  p = p * f + 2.402264791e-1f;
-  p = p * f + 6.931472028e-1f;
-  p = p * f + 1.0f;
-  return p * reinterpret_cast<VF>((whole + 127) << 23);
+  // Adding 1.5 * 2**23 leaves the nearest integer in the low bits of the sum.
+  const VF shifted = x + 0x1.8p23f;
+  const VF f = x - (shifted - 0x1.8p23f);
+  VF p = splat(1.339086336e-3f);
+  p = p * f + 9.676031918e-3f;
+  p = p * f + 5.550357114e-2f;
+  p = p * f + 2.402210749e-1f;
+  p = p * f + 6.931471880e-1f;
+  p = p * f + 1.000000075f;
+  return reinterpret_cast<VF>(reinterpret_cast<VI>(p) + (reinterpret_cast<VI>(shifted) << 23));
 }
 
 INLINE float half_to_float(uint16_t h) {
   const uint32_t sign = static_cast<uint32_t>(h & 0x8000) << 16;
   uint32_t bits = (h & 0x7fffu) << 13;
-  float value;
+  float value = 0;
   if ((h & 0x7c00) == 0x7c00) {
     bits |= 0x7f800000u;
     __builtin_memcpy(&value, &bits, 4);

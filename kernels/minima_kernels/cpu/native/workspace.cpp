@@ -50,12 +50,12 @@ void Workspace::reserve(const Level& level, int64_t rows, int dim) {
   max = static_cast<float*>(take(narrow));
   sum = static_cast<float*>(take(narrow));
   q_step = static_cast<float*>(take(narrow));
-  q_total = static_cast<int32_t*>(take(narrow));
+  q_start = static_cast<int32_t*>(take(narrow));
 }
 
 void Workspace::start(const Level& level, int64_t rows, int dim) {
   for (int64_t row = 0; row < rows; ++row) {
-    level.quantise(q + row * dim, dim, q16 + row * dim, q_step + row, q_total + row);
+    level.quantise(q + row * dim, dim, q16 + row * dim, q_step + row, q_start + row);
     max[row] = -INFINITY;
     sum[row] = 0;
   }

@@ -24,11 +24,11 @@ class Workspace {
   float* max = nullptr;
   float* sum = nullptr;
   float* q_step = nullptr;
-  int32_t* q_total = nullptr;
+  int32_t* q_start = nullptr;
   int16_t* q16 = nullptr;
 
   AttendJob job(const MinimaGeometry& geometry, int head, int64_t rows) const {
-    return {&geometry, head, static_cast<int>(rows), q, q16, q_step, q_total, out, max, sum,
+    return {&geometry, head, static_cast<int>(rows), q, q16, q_step, q_start, out, max, sum,
             nullptr};
   }
 

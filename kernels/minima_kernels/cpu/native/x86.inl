@@ -3,8 +3,8 @@
 
 constexpr int kHalves = LANES / 8;  // 8-lane groups per vector
 
-// Index of 8-lane group `group`, step `k` of `depth`, in a tile.
-INLINE int64_t place(int group, int depth, int k) {
+// Index of 8-token group `group`, step `k` of `depth`, in a tile of keys.
+INLINE int64_t key_place(int group, int depth, int k) {
   return (static_cast<int64_t>(group / kHalves) * depth + k) * LANES + group % kHalves * 8;
 }
 
@@ -112,7 +112,7 @@ void keys_from_fields(const uint8_t* codes, const uint8_t* centroids, const Chun
         lanes[i] = load_octets<BITS>(row + i * row_bytes + octet * BITS);
       transpose(lanes);
       const int count = octets - octet < 8 ? octets - octet : 8;
-      int16_t* out = keys + 2 * place(group, dim / 2, octet * 4);
+      int16_t* out = keys + 2 * key_place(group, dim / 2, octet * 4);
       for (int j = 0; j < count; ++j)
         for (int i = 0; i < 4; ++i)
           store256(out + (j * 4 + i) * 2 * LANES,
@@ -122,12 +122,12 @@ void keys_from_fields(const uint8_t* codes, const uint8_t* centroids, const Chun
 }
 
 template <int BITS>
-void values_from_fields(const uint8_t* codes, const uint8_t* centroids, const Chunk& chunk,
-                        int columns, int dim, int16_t* values) {
+void values_from_fields(const uint8_t* codes, const uint8_t* centroids, const Chunk& chunk, int dim,
+                        int16_t* values) {
   const Fields<BITS>& fields = Fields<BITS>::instance();
   const __m256i table = _mm256_broadcastsi128_si256(load128(centroids));
   const __m256i shuffle = load256(fields.value_shuffle), factor = load256(fields.value_factor);
-  const int row_bytes = dim * BITS / 8, pairs = columns / 2;
+  const int row_bytes = dim * BITS / 8;
   for (int t = 0; t < chunk.columns; t += 2) {
     const uint8_t* row = codes + static_cast<int64_t>(chunk.first + t) * row_bytes;
     for (int d = 0; d < dim; d += 16) {
@@ -137,8 +137,8 @@ void values_from_fields(const uint8_t* codes, const uint8_t* centroids, const Ch
       const __m256i b = look_up<BITS>(_mm256_broadcastsi128_si256(load128(p + row_bytes)), shuffle,
                                       factor, table);
       const int pair = (chunk.column + t) / 2;
-      store256(values + 2 * place(d / 8, pairs, pair), _mm256_unpacklo_epi16(a, b));
-      store256(values + 2 * place(d / 8 + 1, pairs, pair), _mm256_unpackhi_epi16(a, b));
+      store256(values + 2 * (pair * dim + d), _mm256_unpacklo_epi16(a, b));
+      store256(values + 2 * (pair * dim + d + 8), _mm256_unpackhi_epi16(a, b));
     }
   }
 }
@@ -155,7 +155,7 @@ void keys_from_bytes(const uint8_t* bytes, const Chunk& chunk, int dim, int16_t*
       for (int i = 0; i < 8; ++i) lanes[i] = load256(bytes + (t + i) * dim + d);
       transpose(lanes);
       const int count = dim - d < 32 ? (dim - d) / 4 : 8;
-      int16_t* out = keys + 2 * place(group, dim / 2, d / 2);
+      int16_t* out = keys + 2 * key_place(group, dim / 2, d / 2);
       for (int j = 0; j < count; ++j) {
         store256(out + 2 * j * 2 * LANES, _mm256_shuffle_epi8(lanes[j], low));
         store256(out + (2 * j + 1) * 2 * LANES, _mm256_shuffle_epi8(lanes[j], high));
@@ -164,25 +164,24 @@ void keys_from_bytes(const uint8_t* bytes, const Chunk& chunk, int dim, int16_t*
   }
 }
 
-void values_from_bytes(const uint8_t* bytes, const Chunk& chunk, int columns, int dim,
+void values_from_bytes(const uint8_t* bytes, const Chunk& chunk, int dim,
                        int16_t* values) {
   const __m256i spread = _mm256_setr_epi8(0, -1, 1, -1, 2, -1, 3, -1, 8, -1, 9, -1, 10, -1, 11, -1,
                                           4, -1, 5, -1, 6, -1, 7, -1, 12, -1, 13, -1, 14, -1, 15,
                                           -1);
-  const int pairs = columns / 2;
   for (int t = 0; t < chunk.columns; t += 2) {
     const int pair = (chunk.column + t) / 2;
     for (int d = 0; d < dim; d += 16) {
       const uint8_t* p = bytes + t * dim + d;
       const __m256i a = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load128(p)), spread);
       const __m256i b = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load128(p + dim)), spread);
-      store256(values + 2 * place(d / 8, pairs, pair), _mm256_unpacklo_epi16(a, b));
-      store256(values + 2 * place(d / 8 + 1, pairs, pair), _mm256_unpackhi_epi16(a, b));
+      store256(values + 2 * (pair * dim + d), _mm256_unpacklo_epi16(a, b));
+      store256(values + 2 * (pair * dim + d + 8), _mm256_unpackhi_epi16(a, b));
     }
   }
 }
 
-void expand_keys(const MinimaFormat& format, const uint8_t* codes, const Chunk& chunk, int, int dim,
+void expand_keys(const MinimaFormat& format, const uint8_t* codes, const Chunk& chunk, int dim,
                  int16_t* keys, uint8_t* bytes) {
   const LevelTable& table = level_table(format.k_levels);
   switch (format.k_levels) {
@@ -197,33 +196,33 @@ void expand_keys(const MinimaFormat& format, const uint8_t* codes, const Chunk& 
   keys_from_bytes(bytes + 8, chunk, dim, keys);
 }
 
-void expand_values(const MinimaFormat& format, const uint8_t* codes, const Chunk& chunk,
-                   int columns, int dim, int16_t* values, uint8_t* bytes) {
+void expand_values(const MinimaFormat& format, const uint8_t* codes, const Chunk& chunk, int dim,
+                   int16_t* values, uint8_t* bytes) {
   const LevelTable& table = level_table(format.v_levels);
   switch (format.v_levels) {
-    case 16: return values_from_fields<4>(codes, table.bytes, chunk, columns, dim, values);
-    case 8: return values_from_fields<3>(codes, table.bytes, chunk, columns, dim, values);
-    case 4: return values_from_fields<2>(codes, table.bytes, chunk, columns, dim, values);
-    case 2: return values_from_fields<1>(codes, table.bytes, chunk, columns, dim, values);
+    case 16: return values_from_fields<4>(codes, table.bytes, chunk, dim, values);
+    case 8: return values_from_fields<3>(codes, table.bytes, chunk, dim, values);
+    case 4: return values_from_fields<2>(codes, table.bytes, chunk, dim, values);
+    case 2: return values_from_fields<1>(codes, table.bytes, chunk, dim, values);
     default: break;
   }
   unpack_bytes(table, codes, static_cast<int64_t>(chunk.first) * dim,
                static_cast<int64_t>(chunk.columns) * dim, bytes + 8);
-  values_from_bytes(bytes + 8, chunk, columns, dim, values);
+  values_from_bytes(bytes + 8, chunk, dim, values);
 }
 
 // FP8 values stay at 2**-120 of their size: moved into place, e4m3 bits are float32 bits of that,
 // subnormal numbers included. The scales put the factor back.
 constexpr int32_t kFP8Mask = static_cast<int32_t>(0x87f00000u);
 
-void expand_keys(const MinimaFormat& format, const uint8_t* codes, const Chunk& chunk, int, int dim,
+void expand_keys(const MinimaFormat& format, const uint8_t* codes, const Chunk& chunk, int dim,
                  float* keys, uint8_t*) {
   const int row_bytes = format.type == kFP8 ? dim : format.type == kF32 ? 4 * dim : 2 * dim;
   const __m256i fp8_mask = _mm256_set1_epi32(kFP8Mask);
   const __m256i high_mask = _mm256_set1_epi32(static_cast<int32_t>(0xffff0000u));
   for (int t = 0; t < chunk.columns; t += 8) {
     const uint8_t* row = codes + static_cast<int64_t>(chunk.first + t) * row_bytes;
-    float* out = keys + place((chunk.column + t) / 8, dim, 0);
+    float* out = keys + key_place((chunk.column + t) / 8, dim, 0);
     __m256i lanes[8];
     if (format.type == kFP8) {
       for (int d = 0; d < dim; d += 32) {
@@ -276,26 +275,26 @@ INLINE __m256i load_floats(const uint8_t* row, int d) {
 }
 
 template <int TYPE>
-void values_from_rows(const uint8_t* codes, const Chunk& chunk, int columns, int dim,
+void values_from_rows(const uint8_t* codes, const Chunk& chunk, int dim,
                       float* values) {
   const int row_bytes = TYPE == kFP8 ? dim : TYPE == kF32 ? 4 * dim : 2 * dim;
   for (int t = 0; t < chunk.tokens; ++t) {
     const uint8_t* row = codes + static_cast<int64_t>(chunk.first + t) * row_bytes;
     for (int d = 0; d < dim; d += 8)
-      store256(values + place(d / 8, columns, chunk.column + t), load_floats<TYPE>(row, d));
+      store256(values + (chunk.column + t) * dim + d, load_floats<TYPE>(row, d));
   }
   // Bytes behind the last token may be anything; a weight of zero does not undo a NaN.
   for (int t = chunk.tokens; t < chunk.columns; ++t)
     for (int d = 0; d < dim; d += 8)
-      store256(values + place(d / 8, columns, chunk.column + t), _mm256_setzero_si256());
+      store256(values + (chunk.column + t) * dim + d, _mm256_setzero_si256());
 }
 
-void expand_values(const MinimaFormat& format, const uint8_t* codes, const Chunk& chunk,
-                   int columns, int dim, float* values, uint8_t*) {
+void expand_values(const MinimaFormat& format, const uint8_t* codes, const Chunk& chunk, int dim,
+                   float* values, uint8_t*) {
   switch (format.type) {
-    case kFP8: return values_from_rows<kFP8>(codes, chunk, columns, dim, values);
-    case kBF16: return values_from_rows<kBF16>(codes, chunk, columns, dim, values);
-    case kF16: return values_from_rows<kF16>(codes, chunk, columns, dim, values);
-    default: return values_from_rows<kF32>(codes, chunk, columns, dim, values);
+    case kFP8: return values_from_rows<kFP8>(codes, chunk, dim, values);
+    case kBF16: return values_from_rows<kBF16>(codes, chunk, dim, values);
+    case kF16: return values_from_rows<kF16>(codes, chunk, dim, values);
+    default: return values_from_rows<kF32>(codes, chunk, dim, values);
   }
 }
