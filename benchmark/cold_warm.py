@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from common import Claim, Record, format_claims, format_table
+
 from minima_radix import Namespace
 from sglang_minima.cache.accounting import report
 from sglang_minima.cache.arena import KVArena
@@ -206,7 +207,11 @@ def measure(count: int, data: Path | None) -> list[dict[str, Any]]:
     model_dir = resolve_model_path(None)
     runner = ModelRunner(ServerArgs(dtype="float32"), str(model_dir))
     texts = load_texts(Tokenizer.load(model_dir), data, count)
-    common = {"dtype": "float32", "max_total_tokens": 2 * max(LENGTHS), "device": "cpu"}
+    common: dict[str, Any] = {
+        "dtype": "float32",
+        "max_total_tokens": 2 * max(LENGTHS),
+        "device": "cpu",
+    }
     variants = {
         name: Variant(ServerArgs(**common, **settings), runner)
         for name, settings in VARIANTS.items()
