@@ -137,6 +137,8 @@ class FakeScheduler:
     def control(self, message: ControlRequest) -> ControlReply:
         if message.method == "info":
             return ControlReply(message.id, True, self.live_info())
+        if message.method == "check":
+            return ControlReply(message.id, not self.running, "a page is held by a request")
         return ControlReply(message.id, not self.running)
 
     def step(self, running: Running, now: float) -> TokenOutput:

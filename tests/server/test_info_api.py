@@ -37,6 +37,18 @@ def test_server_info(fake: RunningServer, path: str) -> None:
     assert body["api_key"] is None
 
 
+def test_check_cache(fake: RunningServer) -> None:
+    reply = fake.get("/check_cache")
+    assert (reply.status_code, reply.json()) == (200, {"ok": True})
+    body = {"text": "abc", "sampling_params": {"max_new_tokens": 400}, "stream": True}
+    with fake.generate({**body, "rid": "slow-check"}, stream=True) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        reply = fake.get("/check_cache")
+    assert reply.status_code == 500
+    assert reply.json() == {"ok": False, "violation": "a page is held by a request"}
+
+
 def test_flush_cache(fake: RunningServer) -> None:
     assert fake.get("/flush_cache").status_code == 200
     assert fake.post("/flush_cache", None).status_code == 200
