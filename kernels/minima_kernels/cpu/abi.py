@@ -57,11 +57,20 @@ class DecodePlan(Structure):
                 "readers",
                 "row_partial",
                 "row_partials",
-                "partial_max",
-                "partial_sum",
-                "partial_out",
             )
         ),
         ("num_entries", c_int64),
         ("entry_rows", c_void_p),
+    ]
+
+
+class ExtendPlan(Structure):
+    """``MinimaExtendPlan``."""
+
+    _fields_ = [
+        ("num_requests", c_int64),
+        *(
+            (name, c_void_p)
+            for name in ("q_indptr", "run_indptr", "run_page", "run_kind", "run_last", "pages")
+        ),
     ]

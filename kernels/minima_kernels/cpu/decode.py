@@ -13,7 +13,7 @@ from minima_kernels.attention.output import AttentionOutput
 from minima_kernels.attention.plan import CheckedSegment, Int64Array
 from minima_kernels.cpu import abi
 from minima_kernels.cpu.layout import layer_formats, native_geometry
-from minima_kernels.cpu.library import library
+from minima_kernels.cpu.library import native_library
 from minima_kernels.geometry import GRANULE, KVGeometry
 from minima_kernels.kinds import PageKind
 
@@ -118,7 +118,7 @@ def run_native_decode(
     threads: int,
 ) -> AttentionOutput:
     """``run_decode`` on a flattened plan; shapes are checked by the caller."""
-    native = library()
+    native = native_library()
     assert native is not None
     num_heads, dim = q.shape[1], q.shape[2]
     queries = q.contiguous().float()
@@ -126,18 +126,14 @@ def run_native_decode(
     lse = torch.empty(flat.num_rows, num_heads)
     mass = torch.empty(flat.num_entries, num_heads) if page_mass else None
     partials = torch.empty(flat.num_partials * num_heads * (dim + 2))
-    count = flat.num_partials * num_heads
-    plan = flat.plan
-    plan.partial_max = partials.data_ptr()
-    plan.partial_sum = partials.data_ptr() + 4 * count
-    plan.partial_out = partials.data_ptr() + 8 * count
     native.minima_decode(
-        ctypes.byref(plan),
+        ctypes.byref(flat.plan),
         native_geometry(flat.geometry, num_heads // flat.geometry.num_kv_heads),
         layer_formats(flat.kinds, layer, flat.geometry),
         queries.data_ptr(),
         arena.data_ptr(),
         scale,
+        partials.data_ptr(),
         out.data_ptr(),
         lse.data_ptr(),
         None if mass is None else mass.data_ptr(),

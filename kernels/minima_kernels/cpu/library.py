@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from minima_kernels.codebook import MAX_LEVELS, MIN_LEVELS, codebook
-from minima_kernels.cpu.abi import DecodePlan, Format, Geometry
+from minima_kernels.cpu.abi import DecodePlan, ExtendPlan, Format, Geometry
 from minima_kernels.packing import word_shape
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ MISSING = "native extension not built"
 
 
 @cache
-def library() -> ctypes.CDLL | None:
+def native_library() -> ctypes.CDLL | None:
     """The extension, or ``None`` where it was not built; that is logged, once.
 
     Raises:
@@ -53,7 +53,7 @@ def library() -> ctypes.CDLL | None:
 
 def available_levels() -> tuple[str, ...]:
     """The levels that this machine has; empty without the extension."""
-    native = library()
+    native = native_library()
     if native is None:
         return ()
     return tuple(level for level in LEVELS if native.minima_has_level(level.encode()))
@@ -61,7 +61,7 @@ def available_levels() -> tuple[str, ...]:
 
 def current_level() -> str | None:
     """The level in use, or ``None`` without the extension."""
-    native = library()
+    native = native_library()
     return None if native is None else native.minima_level().decode()
 
 
@@ -72,7 +72,7 @@ def force_level(level: str | None) -> None:
         ValueError: this machine lacks the level.
         RuntimeError: the extension is not built.
     """
-    native = library()
+    native = native_library()
     if native is None:
         raise RuntimeError(MISSING)
     _force(native, level or "")
@@ -89,16 +89,26 @@ def _declare(native: ctypes.CDLL) -> None:
     native.minima_has_level.argtypes = [ctypes.c_char_p]
     native.minima_force_level.argtypes = [ctypes.c_char_p]
     native.minima_register_levels.argtypes = [integer, integer, integer, real, pointer, pointer]
-    shared = [ctypes.POINTER(Geometry), ctypes.POINTER(Format), pointer, pointer, real]
+    shared = [ctypes.POINTER(Geometry), ctypes.POINTER(Format), pointer]
     native.minima_decode.argtypes = [
         ctypes.POINTER(DecodePlan),
         *shared,
-        pointer,
-        pointer,
-        pointer,
+        pointer,  # arena
+        real,
+        *[pointer] * 4,  # partials, out, lse, page mass
         integer,
     ]
     native.minima_decode.restype = None
+    native.minima_extend.argtypes = [
+        ctypes.POINTER(ExtendPlan),
+        *shared,
+        pointer,  # new keys and values
+        pointer,  # arena
+        real,
+        *[pointer] * 2,  # out, lse
+        integer,
+    ]
+    native.minima_extend.restype = None
 
 
 def _register(native: ctypes.CDLL, levels: int) -> None:

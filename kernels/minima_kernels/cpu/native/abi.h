@@ -40,22 +40,19 @@ struct MinimaDecodePlan {
   const int64_t* readers;      // query rows
   const int64_t* row_partial;  // [rows + 1], into row_partials
   const int64_t* row_partials;
-  float* partial_max;          // [partials, Hq], base 2
-  float* partial_sum;          // [partials, Hq]
-  float* partial_out;          // [partials, Hq, D]
   int64_t num_entries;
   const int64_t* entry_rows;   // [entries] query row of each page entry
 };
 
-// One extend batch: request i has rows q_indptr[i] .. q_indptr[i + 1] and runs run_indptr[i] ..;
-// a run is consecutive pages of one kind, runs are in order of position.
+// One extend batch: request i has query rows q_indptr[i] .. q_indptr[i + 1] and reads the runs
+// run_indptr[i] .. run_indptr[i + 1] of consecutive pages of one kind, in order of position.
 struct MinimaExtendPlan {
   int64_t num_requests;
   const int64_t* q_indptr;    // [requests + 1]
   const int64_t* run_indptr;  // [requests + 1]
   const int64_t* run_page;    // [runs + 1]
   const int32_t* run_kind;    // [runs]
-  const int32_t* run_last;    // [runs]
+  const int32_t* run_last;    // [runs] valid tokens of the run's last page
   const int64_t* pages;       // byte offsets in the arena
 };
 

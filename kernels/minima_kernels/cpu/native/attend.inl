@@ -153,7 +153,6 @@ struct Scratch {
   alignas(64) int16_t weights[kRowBlock * kMaxTile];
   alignas(64) float k_scales[kMaxTile];
   alignas(64) float v_scales[kMaxTile];
-  alignas(64) int32_t valid[kMaxTile];
   alignas(64) float means[kMaxChunks][256];
   alignas(64) uint8_t bytes[kMaxTile * 256 + 64];
   int32_t weight_start[kRowBlock];
@@ -177,7 +176,15 @@ void load_factors(const uint8_t* stored, int valid, int columns, float factor, f
   }
 }
 
-// `masked`: some columns of the tile are not valid.
+// How many tokens of a chunk a row may attend to: all valid ones, or for new tokens those up to its
+// own; not positive if there are none.
+INLINE int row_limit(const AttendJob& job, const Chunk& chunk, int row) {
+  if (job.first_token < 0) return chunk.tokens;
+  const int own = static_cast<int>(job.first_token + row / job.geometry->group) - chunk.first + 1;
+  return own < chunk.tokens ? own : chunk.tokens;
+}
+
+// `masked`: some columns of the tile are not valid for some rows.
 template <typename Element, bool masked>
 void attend_tile(const AttendJob& job, const MinimaFormat& format, const Chunk* chunks,
                  int num_chunks, int columns, Scratch& s) {
@@ -214,15 +221,17 @@ void attend_tile(const AttendJob& job, const MinimaFormat& format, const Chunk* 
         s.v_scales[chunk.column + t] = t < chunk.tokens ? 1.0f : 0.0f;
       }
     }
-    for (int t = 0; masked && t < chunk.columns; t += LANES)
-      store(s.valid + chunk.column + t, lane_numbers() < splat(chunk.tokens - t));
     if (format.k_mean >= 0) {
       const uint8_t* mean = chunk.page + format.k_mean + job.head * format.k_mean_head;
       load_factors(mean, dim, dim, 1.0f, s.means[i]);
     }
   }
 
-  for (int block = 0; block < job.rows; block += kRowBlock) {
+  // Rows of tokens before a causal tile have nothing in it.
+  int block = 0;
+  if (job.first_token >= 0 && chunks[0].first > job.first_token)
+    block = static_cast<int>(chunks[0].first - job.first_token) * g.group;
+  for (; block < job.rows; block += kRowBlock) {
     const int rows = job.rows - block < kRowBlock ? job.rows - block : kRowBlock;
     const float* q = job.q + static_cast<int64_t>(block) * dim;
     float* out = job.out + static_cast<int64_t>(block) * dim;
@@ -256,7 +265,10 @@ void attend_tile(const AttendJob& job, const MinimaFormat& format, const Chunk* 
           } else {
             x = load(row + at) * load(s.k_scales + at) + shift;
           }
-          if constexpr (masked) x = load(s.valid + at) != VI{} ? x : splat(-INFINITY);
+          if constexpr (masked) {
+            const int limit = row_limit(job, chunk, block + r) - (at - chunk.column);
+            x = lane_numbers() < splat(limit) ? x : splat(-INFINITY);
+          }
           store(row + at, x);
           best = vmax(best, x);
         }
@@ -278,7 +290,10 @@ void attend_tile(const AttendJob& job, const MinimaFormat& format, const Chunk* 
         VF chunk_total = {};
         for (int at = chunk.column; at < chunk.column + chunk.columns; at += LANES) {
           VF p = exp2_negative(load(row + at) - new_max);
-          if constexpr (masked) p = load(s.valid + at) != VI{} ? p : VF{};
+          if constexpr (masked) {
+            const int limit = row_limit(job, chunk, block + r) - (at - chunk.column);
+            p = lane_numbers() < splat(limit) ? p : VF{};
+          }
           chunk_total += p;
           p *= load(s.v_scales + at);
           store(row + at, p);
@@ -360,6 +375,7 @@ void attend_pages(const AttendJob& job, const MinimaFormat& format, const uint8_
   for (int64_t i = 0; i < num_pages; ++i) {
     const int length = i + 1 == num_pages ? last_len : page_size;
     for (int first = 0; first < length; first += limit) {
+      if (job.last_token >= 0 && first > job.last_token) break;
       const int tokens = length - first < limit ? length - first : limit;
       const int rounded = (tokens + 15) / 16 * 16;
       chunks[num_chunks++] =
@@ -373,7 +389,8 @@ void attend_pages(const AttendJob& job, const MinimaFormat& format, const uint8_
           for (int64_t next = i + 1; next < num_pages && next <= i + per_tile; ++next)
             prefetch(format, arena + pages[next], job.head, page_size, 0,
                      page_size < limit ? page_size : limit);
-        if (tokens < rounded)
+        const bool diagonal = job.first_token >= 0 && first + tokens > job.first_token;
+        if (tokens < rounded || diagonal)
           attend_tile<Element, true>(job, format, chunks, num_chunks, columns, scratch);
         else
           attend_tile<Element, false>(job, format, chunks, num_chunks, columns, scratch);

@@ -24,7 +24,10 @@ struct Decode {
   const float* q;
   const uint8_t* arena;
   float scale;
-  float* page_sums;  // [entries, Hq] log2, or null
+  float* page_sums;    // [entries, Hq] log2, or null
+  float* partial_max;  // [partials, Hq], base 2
+  float* partial_sum;  // [partials, Hq]
+  float* partial_out;  // [partials, Hq, D]
 
   void item(const Level& level, int64_t index, int head) const {
     const int group = geometry.group, dim = geometry.head_dim;
@@ -62,9 +65,9 @@ struct Decode {
     const int64_t partial = plan.item_partial[index] + first;
     for (int64_t i = 0; i < count; ++i) {
       const int64_t at = (partial + i) * heads + head * group;
-      std::memcpy(plan.partial_max + at, space.max + i * group, group * sizeof(float));
-      std::memcpy(plan.partial_sum + at, space.sum + i * group, group * sizeof(float));
-      std::memcpy(plan.partial_out + at * dim, space.out + i * group * dim,
+      std::memcpy(partial_max + at, space.max + i * group, group * sizeof(float));
+      std::memcpy(partial_sum + at, space.sum + i * group, group * sizeof(float));
+      std::memcpy(partial_out + at * dim, space.out + i * group * dim,
                   sizeof(float) * group * dim);
     }
     if (!page_sums) return;
@@ -88,12 +91,12 @@ struct Decode {
       std::memset(o, 0, dim * sizeof(float));
       float best = -INFINITY, total = 0;
       for (const int64_t* p = first; p < last; ++p)
-        best = std::fmax(best, plan.partial_max[*p * heads + head]);
+        best = std::fmax(best, partial_max[*p * heads + head]);
       for (const int64_t* p = first; p < last; ++p) {
         const int64_t at = *p * heads + head;
-        const float weight = std::exp2(plan.partial_max[at] - best);
-        total += weight * plan.partial_sum[at];
-        const float* part = plan.partial_out + at * dim;
+        const float weight = std::exp2(partial_max[at] - best);
+        total += weight * partial_sum[at];
+        const float* part = partial_out + at * dim;
         for (int d = 0; d < dim; ++d) o[d] += weight * part[d];
       }
       lse[row * heads + head] = first < last ? (best + std::log2(total)) * kLn2 : -INFINITY;
@@ -110,15 +113,17 @@ using namespace minima;
 
 void minima_decode(const MinimaDecodePlan* plan, const MinimaGeometry* geometry,
                    const MinimaFormat* formats, const float* q, const uint8_t* arena, float scale,
-                   float* out, float* lse, float* page_mass, int threads) {
+                   float* partials, float* out, float* lse, float* page_mass, int threads) {
   const Level& level = current_level();
-  const Decode decode{*plan, *geometry, formats, q, arena, scale, page_mass};
   const int heads = geometry->kv_heads;
+  const int64_t count = plan->num_partials * heads * geometry->group;
+  const Decode decode{*plan,     *geometry,        formats,           q, arena, scale, page_mass,
+                      partials, partials + count, partials + 2 * count};
   parallel_for(plan->num_items * heads, threads, [&](int64_t index, int) {
     decode.item(level, index / heads, static_cast<int>(index % heads));
   });
   // A partial costs about a token's work; small merges are not worth waking a thread.
-  const int64_t work = plan->num_partials * heads * geometry->group * geometry->head_dim;
+  const int64_t work = count * geometry->head_dim;
   parallel_for(plan->num_rows, work < 1 << 17 ? 1 : threads,
                [&](int64_t row, int) { decode.merge(row, out, lse); });
   if (!page_mass) return;

@@ -20,6 +20,9 @@ struct AttendJob {
   float* max;              // [rows]
   float* sum;              // [rows]
   float* page_sums;        // [pages, rows] log2 of each page's sum; null if not wanted
+  // Rows are queries of consecutive tokens (`group` rows each) and attend causally to a single page
+  // that holds these tokens: places of the first and the last in it. -1: no mask.
+  int64_t first_token, last_token;
 };
 
 struct Level {

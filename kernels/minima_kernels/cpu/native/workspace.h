@@ -29,7 +29,7 @@ class Workspace {
 
   AttendJob job(const MinimaGeometry& geometry, int head, int64_t rows) const {
     return {&geometry, head, static_cast<int>(rows), q, q16, q_step, q_start, out, max, sum,
-            nullptr};
+            nullptr, -1, -1};
   }
 
  private:
