@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -25,6 +26,8 @@ from minima_kernels.attention.plan import (
     check_segment,
 )
 from minima_kernels.attention.tile import Partial, attend, clear_tail
+from minima_kernels.cpu.extend import NativeExtend, flatten_extend, run_native_extend
+from minima_kernels.cpu.route import fallback_reason
 from minima_kernels.formats import Tile
 from minima_kernels.geometry import KVGeometry
 from minima_kernels.kinds import PageKind
@@ -52,13 +55,27 @@ class CachedRun(NamedTuple):
 
 @dataclass(frozen=True)
 class ExtendPlan:
-    """Work list of one extend batch; valid for every layer until pages or rows change."""
+    """What one extend batch reads; valid for every layer until pages or rows change.
+
+    The work list of a route is made when the route first runs, and kept.
+    """
 
     q_indptr: tuple[int, ...]
     kinds: tuple[PageKind, ...]
     geometry: KVGeometry
-    runs: tuple[CachedRun, ...]
+    segments: tuple[CheckedSegment, ...]
+    device: torch.device
     scratch_bytes: int
+
+    @cached_property
+    def native(self) -> NativeExtend:
+        """Work list of the native CPU kernels."""
+        return flatten_extend(self.segments, self.q_indptr, self.kinds, self.geometry)
+
+    @cached_property
+    def runs(self) -> tuple[CachedRun, ...]:
+        """Work list of the torch route."""
+        return _cached_runs(self.segments, self.q_indptr, self.geometry, self.device)
 
 
 def plan_extend(
@@ -86,7 +103,25 @@ def plan_extend(
     indptr = np.asarray(q_indptr, dtype=np.int64)
     if indptr.ndim != 1 or len(indptr) < 1 or indptr[0] != 0 or (np.diff(indptr) < 0).any():
         raise ValueError("q_indptr must ascend from 0")
-    num_requests = len(indptr) - 1
+    checked = [check_segment(segment, len(indptr) - 1, kinds, geometry) for segment in segments]
+    return ExtendPlan(
+        tuple(indptr.tolist()),
+        tuple(kinds),
+        geometry,
+        tuple(s for s in checked if len(s.addresses) and len(s.readers)),
+        torch.device(device),
+        scratch_bytes,
+    )
+
+
+def _cached_runs(
+    segments: Sequence[CheckedSegment],
+    q_indptr: Sequence[int],
+    geometry: KVGeometry,
+    device: torch.device,
+) -> tuple[CachedRun, ...]:
+    """Tiles of the cached pages, grouped by who reads them."""
+    num_requests = len(q_indptr) - 1
     pages_read = np.zeros(num_requests, dtype=np.int64)
     runs: list[CachedRun] = []
     tiles: list[CachedTile] = []
@@ -96,12 +131,12 @@ def plan_extend(
         if readers is not None and tiles:
             rows: torch.Tensor | slice = slice(None)
             if not np.array_equal(readers, np.arange(num_requests)):
-                spans = [np.arange(indptr[i], indptr[i + 1]) for i in readers]
+                spans = [np.arange(q_indptr[i], q_indptr[i + 1]) for i in readers]
                 rows = torch.from_numpy(np.concatenate(spans)).to(device)
             runs.append(CachedRun(tuple(tiles), rows))
             tiles.clear()
 
-    for segment in _joined(segments, num_requests, kinds, geometry):
+    for segment in _joined(segments, geometry):
         if readers is None or not np.array_equal(readers, segment.readers):
             close()
             readers = segment.readers
@@ -109,32 +144,24 @@ def plan_extend(
         pages_read[segment.readers] += len(segment.addresses)
         tiles.extend(_cut(segment, first_page, geometry.page_size, device))
     close()
-    return ExtendPlan(tuple(indptr.tolist()), tuple(kinds), geometry, tuple(runs), scratch_bytes)
+    return tuple(runs)
 
 
-def _joined(
-    segments: Sequence[Segment],
-    num_requests: int,
-    kinds: Sequence[PageKind],
-    geometry: KVGeometry,
-) -> list[CheckedSegment]:
-    """Non-empty segments, neighbours of one kind and the same readers joined."""
+def _joined(segments: Sequence[CheckedSegment], geometry: KVGeometry) -> list[CheckedSegment]:
+    """Segments, neighbours of one kind and the same readers joined."""
     joined: list[CheckedSegment] = []
     for segment in segments:
-        checked = check_segment(segment, num_requests, kinds, geometry)
-        if not (len(checked.addresses) and len(checked.readers)):
-            continue
         last = joined[-1] if joined else None
         if (
             last is not None
-            and last.kind_index == checked.kind_index
+            and last.kind_index == segment.kind_index
             and last.last_page_len == geometry.page_size
-            and np.array_equal(last.readers, checked.readers)
+            and np.array_equal(last.readers, segment.readers)
         ):
-            addresses = np.concatenate((last.addresses, checked.addresses))
-            joined[-1] = checked._replace(addresses=addresses)
+            addresses = np.concatenate((last.addresses, segment.addresses))
+            joined[-1] = segment._replace(addresses=addresses)
         else:
-            joined.append(checked)
+            joined.append(segment)
     return joined
 
 
@@ -209,7 +236,12 @@ def run_extend(
         raise ValueError(f"queries {list(q.shape)} do not fit {num_rows} rows of {geometry}")
     if k.shape != (num_rows, heads, dim) or v.shape != k.shape:
         raise ValueError(f"keys {list(k.shape)} do not fit {num_rows} rows of {geometry}")
-    routes.count("extend", "torch")
+    reason = fallback_reason(plan.kinds, geometry, plan.device)
+    if reason is None:
+        routes.count("extend", "native")
+        threads = torch.get_num_threads()
+        return run_native_extend(plan.native, q, k, v, arena, layer, scale, threads)
+    routes.count("extend", "torch", reason)
     group_size = q.shape[1] // heads
 
     def by_head(x: torch.Tensor) -> torch.Tensor:

@@ -60,9 +60,7 @@ def flatten_extend(
                 last.addresses.append(segment.addresses)
                 runs[-1] = last._replace(last_page_len=segment.last_page_len)
             else:
-                runs.append(
-                    _Run(segment.kind_index, segment.last_page_len, [segment.addresses])
-                )
+                runs.append(_Run(segment.kind_index, segment.last_page_len, [segment.addresses]))
     runs = [run for request in requests for run in request]
     num_pages = [sum(map(len, run.addresses)) for run in runs]
     pages = [addresses for run in runs for addresses in run.addresses]
