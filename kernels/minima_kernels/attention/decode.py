@@ -11,12 +11,8 @@ import numpy as np
 import torch
 
 from minima_kernels.attention.output import AttentionOutput
-from minima_kernels.attention.plan import (
-    DEFAULT_SCRATCH_BYTES,
-    CheckedSegment,
-    Segment,
-    check_segment,
-)
+from minima_kernels.attention.plan import DEFAULT_SCRATCH_BYTES
+from minima_kernels.attention.segments import Segments, SegmentTable, check_segments, ranges
 from minima_kernels.attention.torch_decode import ChunkGroups, group_chunks, run_torch_decode
 from minima_kernels.cpu.decode import NativeDecode, flatten_decode, run_native_decode
 from minima_kernels.cpu.route import fallback_reason
@@ -42,19 +38,19 @@ class DecodePlan:
     num_rows: int
     kinds: tuple[PageKind, ...]
     geometry: KVGeometry
-    segments: tuple[CheckedSegment, ...]
+    segments: SegmentTable
     device: torch.device
     scratch_bytes: int
 
     @cached_property
     def page_entries(self) -> PageEntries:
         """The order of the entries of ``page_mass``."""
-        empty = np.empty(0, dtype=np.int64)
-        addresses = [np.repeat(s.addresses, len(s.readers)) for s in self.segments]
-        rows = [np.tile(s.readers, len(s.addresses)) for s in self.segments]
+        table = self.segments
+        num_readers = np.repeat(table.num_readers, table.num_pages)
+        first_readers = np.repeat(table.reader_start[:-1], table.num_pages)
         return PageEntries(
-            torch.from_numpy(np.concatenate([empty, *addresses])),
-            torch.from_numpy(np.concatenate([empty, *rows])),
+            torch.from_numpy(np.repeat(table.addresses, num_readers)),
+            torch.from_numpy(table.readers[ranges(first_readers, num_readers)]),
         )
 
     @cached_property
@@ -71,7 +67,7 @@ class DecodePlan:
 
 
 def plan_decode(
-    segments: Sequence[Segment],
+    segments: Segments,
     num_rows: int,
     kinds: Sequence[PageKind],
     geometry: KVGeometry,
@@ -89,12 +85,11 @@ def plan_decode(
     Raises:
         ValueError: a segment with a reader, kind or page length out of range.
     """
-    checked = [check_segment(segment, num_rows, kinds, geometry) for segment in segments]
     return DecodePlan(
         num_rows,
         tuple(kinds),
         geometry,
-        tuple(s for s in checked if len(s.addresses) and len(s.readers)),
+        check_segments(segments, num_rows, kinds, geometry),
         torch.device(device),
         scratch_bytes,
     )
@@ -129,8 +124,16 @@ def run_decode(
     reason = fallback_reason(plan.kinds, geometry, plan.device)
     if reason is None:
         routes.count("decode", "native")
-        threads = torch.get_num_threads()
-        return run_native_decode(plan.native, q, arena, layer, scale, page_mass, threads)
+        entries = plan.page_entries if page_mass else None
+        return run_native_decode(
+            plan.native,
+            q,
+            arena,
+            layer,
+            scale,
+            None if entries is None else entries.rows,
+            torch.get_num_threads(),
+        )
     routes.count("decode", "torch", reason)
     return run_torch_decode(
         plan.chunk_groups,

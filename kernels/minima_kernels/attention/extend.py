@@ -22,9 +22,8 @@ from minima_kernels.attention.plan import (
     DEFAULT_SCRATCH_BYTES,
     CheckedSegment,
     Int64Array,
-    Segment,
-    check_segment,
 )
+from minima_kernels.attention.segments import Segments, check_segments
 from minima_kernels.attention.tile import Partial, attend, clear_tail
 from minima_kernels.cpu.extend import NativeExtend, flatten_extend, run_native_extend
 from minima_kernels.cpu.route import fallback_reason
@@ -79,7 +78,7 @@ class ExtendPlan:
 
 
 def plan_extend(
-    segments: Sequence[Segment],
+    segments: Segments,
     q_indptr: Sequence[int] | torch.Tensor | Int64Array,
     kinds: Sequence[PageKind],
     geometry: KVGeometry,
@@ -103,12 +102,12 @@ def plan_extend(
     indptr = np.asarray(q_indptr, dtype=np.int64)
     if indptr.ndim != 1 or len(indptr) < 1 or indptr[0] != 0 or (np.diff(indptr) < 0).any():
         raise ValueError("q_indptr must ascend from 0")
-    checked = [check_segment(segment, len(indptr) - 1, kinds, geometry) for segment in segments]
+    table = check_segments(segments, len(indptr) - 1, kinds, geometry)
     return ExtendPlan(
         tuple(indptr.tolist()),
         tuple(kinds),
         geometry,
-        tuple(s for s in checked if len(s.addresses) and len(s.readers)),
+        tuple(table.rows()),
         torch.device(device),
         scratch_bytes,
     )

@@ -22,6 +22,20 @@ class SegmentTable(NamedTuple):
     readers: Int64Array  # [reads]
     reader_start: Int64Array  # [segments + 1]
 
+    @property
+    def num_pages(self) -> Int64Array:
+        """int64 [segments]"""
+        return np.diff(self.page_start)
+
+    @property
+    def num_readers(self) -> Int64Array:
+        """int64 [segments]"""
+        return np.diff(self.reader_start)
+
+    def first_entries(self) -> Int64Array:
+        """int64 [segments + 1]: where the (page, reader) pairs of each segment start."""
+        return offsets(self.num_pages * self.num_readers)
+
     def rows(self) -> Iterator[CheckedSegment]:
         """The segments one by one, as views."""
         pages, readers = self.page_start.tolist(), self.reader_start.tolist()
@@ -40,28 +54,36 @@ Segments = Sequence[Segment] | SegmentTable
 """What plans take: segments one by one, or all of them as arrays."""
 
 
+def tabulate(segments: Sequence[CheckedSegment]) -> SegmentTable:
+    """The segments as arrays."""
+    return SegmentTable(
+        concatenate([segment.addresses for segment in segments]),
+        offsets([len(segment.addresses) for segment in segments]),
+        np.array([segment.kind_index for segment in segments], dtype=np.int64),
+        np.array([segment.last_page_len for segment in segments], dtype=np.int64),
+        concatenate([segment.readers for segment in segments]),
+        offsets([len(segment.readers) for segment in segments]),
+    )
+
+
 def check_segments(
     segments: Segments, num_requests: int, kinds: Sequence[PageKind], geometry: KVGeometry
 ) -> SegmentTable:
-    """The segments as a table.
+    """The segments that have pages and readers.
 
     Raises:
         ValueError: a reader, kind or page length out of range.
     """
     if isinstance(segments, SegmentTable):
-        _check(segments.kind_index, 0, len(kinds) - 1, "a kind index")
-        _check(segments.last_page_len, 1, geometry.page_size, "a last_page_len")
-        _check(segments.readers, 0, num_requests - 1, "a reader")
-        return segments
-    checked = [check_segment(segment, num_requests, kinds, geometry) for segment in segments]
-    return SegmentTable(
-        concatenate([segment.addresses for segment in checked]),
-        offsets([len(segment.addresses) for segment in checked]),
-        np.array([segment.kind_index for segment in checked], dtype=np.int64),
-        np.array([segment.last_page_len for segment in checked], dtype=np.int64),
-        concatenate([segment.readers for segment in checked]),
-        offsets([len(segment.readers) for segment in checked]),
-    )
+        table = segments
+        _check(table.kind_index, 0, len(kinds) - 1, "a kind index")
+        _check(table.last_page_len, 1, geometry.page_size, "a last_page_len")
+        _check(table.readers, 0, num_requests - 1, "a reader")
+    else:
+        table = tabulate([check_segment(s, num_requests, kinds, geometry) for s in segments])
+    if table.num_pages.all() and table.num_readers.all():
+        return table
+    return tabulate([s for s in table.rows() if len(s.addresses) and len(s.readers)])
 
 
 def offsets(counts: Sequence[int] | Int64Array) -> Int64Array:

@@ -9,7 +9,7 @@ of each row.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ import torch
 from minima_kernels.arena import gather
 from minima_kernels.attention.output import AttentionOutput
 from minima_kernels.attention.plan import CheckedSegment, Int64Array
+from minima_kernels.attention.segments import SegmentTable, concatenate, ranges
 from minima_kernels.attention.tile import Partial, attend, clear_tail
 from minima_kernels.geometry import KVGeometry
 from minima_kernels.kinds import PageKind
@@ -58,17 +59,87 @@ class _GroupKey(NamedTuple):
 
 class _Chunks(NamedTuple):
     addresses: Int64Array  # [x, C]
-    readers: Int64Array  # [R]
+    rows: Int64Array  # [x, R]
     lengths: Int64Array  # [x], valid tokens
     first_entries: Int64Array  # [x], place of the chunk's page entries in the plan
 
 
+def group_chunks(table: SegmentTable, geometry: KVGeometry, device: torch.device) -> ChunkGroups:
+    """Cut and group the segments of a decode plan."""
+    groups: list[ChunkGroup] = []
+    partial_rows: list[Int64Array] = []
+    entry_places: list[Int64Array] = []
+    num_partials = num_entries = 0
+    for key, chunks in _grouped(table, geometry.page_size):
+        is_full = bool((chunks.lengths == key.num_pages * geometry.page_size).all())
+        group = ChunkGroup(
+            key.kind_index,
+            torch.from_numpy(chunks.addresses).to(device),
+            torch.from_numpy(chunks.rows).to(device),
+            None if is_full else torch.from_numpy(chunks.lengths).to(device),
+            num_partials,
+            num_entries,
+        )
+        groups.append(group)
+        num_partials += chunks.rows.size
+        num_entries += chunks.addresses.size * key.num_readers
+        partial_rows.append(chunks.rows.ravel())
+        within = np.arange(key.num_pages * key.num_readers)
+        entry_places.append((chunks.first_entries[:, None] + within).ravel())
+    return ChunkGroups(
+        tuple(groups),
+        torch.from_numpy(concatenate(partial_rows)).to(device),
+        torch.from_numpy(concatenate(entry_places)).to(device),
+    )
+
+
+def _grouped(table: SegmentTable, page_size: int) -> Iterator[tuple[_GroupKey, _Chunks]]:
+    """All chunks, those of equal kind, readers count and size together."""
+    num_readers = table.num_readers
+    is_wide = num_readers >= _WIDE_READERS
+    # Most segments are private to a request: their pages become chunks all at once.
+    codes = np.where(is_wide, -1, table.kind_index * _WIDE_READERS + num_readers)
+    for code in np.unique(codes).tolist():
+        if code >= 0:
+            key = _GroupKey(code // _WIDE_READERS, code % _WIDE_READERS, 1)
+            yield key, _single_pages(table, np.flatnonzero(codes == code), page_size)
+    if not is_wide.any():
+        return
+    by_group: dict[_GroupKey, list[_Chunks]] = defaultdict(list)
+    first_entries = table.first_entries().tolist()
+    for index, segment in enumerate(table.rows()):
+        if is_wide[index]:
+            for chunks in _cut(segment, page_size, first_entries[index]):
+                key = _GroupKey(segment.kind_index, len(segment.readers), chunks.addresses.shape[1])
+                by_group[key].append(chunks)
+    for key, parts in by_group.items():
+        yield key, _Chunks(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+
+
+def _single_pages(table: SegmentTable, chosen: Int64Array, page_size: int) -> _Chunks:
+    """Every page of some segments, which have equally many readers, as a chunk of its own."""
+    counts, first_reader = table.num_pages[chosen], table.reader_start[chosen]
+    num_readers = int(table.num_readers[chosen[0]])
+    rows = table.readers[first_reader[:, None] + np.arange(num_readers)]
+    pages = ranges(table.page_start[chosen], counts)
+    lengths = np.full(len(pages), page_size)
+    lengths[np.cumsum(counts) - 1] = table.last_page_len[chosen]
+    first_entries = np.repeat(
+        table.first_entries()[chosen] - table.page_start[chosen] * num_readers, counts
+    )
+    return _Chunks(
+        table.addresses[pages][:, None],
+        np.repeat(rows, counts, axis=0),
+        lengths,
+        first_entries + pages * num_readers,
+    )
+
+
 def _cut(segment: CheckedSegment, page_size: int, first_entry: int) -> list[_Chunks]:
-    """The chunks of a segment, of one or two sizes, in order of position."""
-    num_pages = len(segment.addresses)
-    size = min(_WIDE_CHUNK_PAGES, num_pages) if len(segment.readers) >= _WIDE_READERS else 1
+    """The chunks of a segment with many readers, of one or two sizes, in order of position."""
+    num_pages, num_readers = len(segment.addresses), len(segment.readers)
+    size = min(_WIDE_CHUNK_PAGES, num_pages)
     whole = num_pages - num_pages % size
-    num_readers = len(segment.readers)
     parts = (
         (segment.addresses[:whole].reshape(-1, size), np.arange(0, whole, size)),
         (segment.addresses[None, whole:], np.array([whole])),
@@ -76,7 +147,7 @@ def _cut(segment: CheckedSegment, page_size: int, first_entry: int) -> list[_Chu
     chunks = [
         _Chunks(
             part,
-            segment.readers,
+            np.broadcast_to(segment.readers, (len(part), num_readers)),
             np.full(len(part), part.shape[1] * page_size),
             first_entry + first_pages * num_readers,
         )
@@ -85,54 +156,6 @@ def _cut(segment: CheckedSegment, page_size: int, first_entry: int) -> list[_Chu
     ]
     chunks[-1].lengths[-1] -= page_size - segment.last_page_len
     return chunks
-
-
-def group_chunks(
-    segments: Sequence[CheckedSegment], geometry: KVGeometry, device: torch.device
-) -> ChunkGroups:
-    """Cut and group the segments of a decode plan."""
-    by_group: dict[_GroupKey, list[_Chunks]] = defaultdict(list)
-    first_entry = 0
-    for segment in segments:
-        for chunks in _cut(segment, geometry.page_size, first_entry):
-            key = _GroupKey(segment.kind_index, len(segment.readers), chunks.addresses.shape[1])
-            by_group[key].append(chunks)
-        first_entry += len(segment.addresses) * len(segment.readers)
-
-    groups: list[ChunkGroup] = []
-    partial_rows: list[Int64Array] = []
-    entry_places: list[Int64Array] = []
-    num_partials = num_entries = 0
-    for (kind_index, num_readers, num_pages), parts in by_group.items():
-        addresses = np.concatenate([part.addresses for part in parts])
-        rows = np.repeat(
-            np.stack([part.readers for part in parts]),
-            [len(part.lengths) for part in parts],
-            axis=0,
-        )
-        lengths = np.concatenate([part.lengths for part in parts])
-        is_full = bool((lengths == num_pages * geometry.page_size).all())
-        group = ChunkGroup(
-            kind_index,
-            torch.from_numpy(addresses).to(device),
-            torch.from_numpy(rows).to(device),
-            None if is_full else torch.from_numpy(lengths).to(device),
-            num_partials,
-            num_entries,
-        )
-        groups.append(group)
-        num_partials += rows.size
-        num_entries += addresses.size * num_readers
-        partial_rows.append(rows.ravel())
-        places = np.concatenate([part.first_entries for part in parts])
-        entry_places.append((places[:, None] + np.arange(num_pages * num_readers)).ravel())
-
-    empty = np.empty(0, dtype=np.int64)
-    return ChunkGroups(
-        tuple(groups),
-        torch.from_numpy(np.concatenate([empty, *partial_rows])).to(device),
-        torch.from_numpy(np.concatenate([empty, *entry_places])).to(device),
-    )
 
 
 def run_torch_decode(

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from minima_kernels.attention.output import AttentionOutput
-from minima_kernels.attention.plan import CheckedSegment, Int64Array
+from minima_kernels.attention.plan import Int64Array
+from minima_kernels.attention.segments import SegmentTable, offsets, ranges
 from minima_kernels.cpu import abi
-from minima_kernels.cpu.layout import layer_formats, native_geometry
+from minima_kernels.cpu.layout import IntArray, layer_formats, native_geometry
 from minima_kernels.cpu.library import native_library
 from minima_kernels.geometry import GRANULE, KVGeometry
 from minima_kernels.kinds import PageKind
@@ -31,7 +31,7 @@ class NativeDecode(NamedTuple):
     """A decode plan flattened for the kernels; ``arrays`` keeps alive what ``plan`` points to."""
 
     plan: abi.DecodePlan
-    arrays: tuple[np.ndarray, ...]
+    arrays: tuple[IntArray, ...]
     num_rows: int
     num_partials: int
     num_entries: int
@@ -39,15 +39,14 @@ class NativeDecode(NamedTuple):
     geometry: KVGeometry
 
 
-class _Item(NamedTuple):
-    segment: CheckedSegment
-    first: int
-    stop: int
-    first_entry: int
+class _Items(NamedTuple):
+    segment: Int64Array  # [items]
+    first: Int64Array  # [items], page within the segment
+    stop: Int64Array  # [items]
 
 
 def flatten_decode(
-    segments: Sequence[CheckedSegment],
+    table: SegmentTable,
     num_rows: int,
     kinds: tuple[PageKind, ...],
     geometry: KVGeometry,
@@ -57,54 +56,39 @@ def flatten_decode(
 
     Page entries are numbered segment by segment, page by page, reader by reader.
     """
-    items = _cut(segments, geometry, threads)
-    num_readers = np.array([len(item.segment.readers) for item in items], dtype=np.int32)
-    num_pages = np.array([item.stop - item.first for item in items], dtype=np.int64)
-    reader_start = np.cumsum(num_readers, dtype=np.int64) - num_readers
-    num_partials = int(num_readers.sum())
-    readers = _concatenate([item.segment.readers for item in items])
+    segment, first, stop = _cut(table, geometry, threads)
+    num_readers = table.num_readers[segment]
+    reader_start = np.cumsum(num_readers) - num_readers
+    readers = table.readers[ranges(table.reader_start[segment], num_readers)]
     # Partials are numbered as readers are; a row's partials keep the order of its segments.
     row_partials = np.argsort(readers, kind="stable")
-    row_partial = np.zeros(num_rows + 1, dtype=np.int64)
-    np.cumsum(np.bincount(readers, minlength=num_rows), out=row_partial[1:])
-    last = [
-        item.segment.last_page_len
-        if item.stop == len(item.segment.addresses)
-        else geometry.page_size
-        for item in items
-    ]
-    entry_rows = _concatenate(
-        [np.tile(segment.readers, len(segment.addresses)) for segment in segments]
-    )
-    arrays = {
-        "pages": _concatenate([i.segment.addresses[i.first : i.stop] for i in items]) * GRANULE,
-        "item_page": np.concatenate(([0], np.cumsum(num_pages))).astype(np.int64),
-        "item_kind": np.array([item.segment.kind_index for item in items], dtype=np.int32),
-        "item_last": np.array(last, dtype=np.int32),
+    row_partial = offsets(np.bincount(readers, minlength=num_rows))
+    is_end = stop == table.num_pages[segment]
+    last_page_len = np.where(is_end, table.last_page_len[segment], geometry.page_size)
+    first_entries = table.first_entries()
+    arrays: dict[str, IntArray] = {
+        "pages": table.addresses * GRANULE,
+        "item_page": offsets(stop - first),
+        "item_kind": table.kind_index[segment].astype(np.int32),
+        "item_last": last_page_len.astype(np.int32),
         "item_reader": reader_start,
-        "item_readers": num_readers,
+        "item_readers": num_readers.astype(np.int32),
         "item_partial": reader_start,
-        "item_entry": np.array([item.first_entry for item in items], dtype=np.int64),
+        "item_entry": first_entries[segment] + first * num_readers,
         "readers": readers,
         "row_partial": row_partial,
         "row_partials": row_partials,
-        "entry_rows": entry_rows,
     }
+    num_entries = int(first_entries[-1])
     plan = abi.DecodePlan(
         num_rows=num_rows,
-        num_items=len(items),
-        num_partials=num_partials,
-        num_entries=len(entry_rows),
+        num_items=len(segment),
+        num_partials=len(readers),
+        num_entries=num_entries,
         **{name: array.ctypes.data for name, array in arrays.items()},
     )
     return NativeDecode(
-        plan,
-        tuple(arrays.values()),
-        num_rows,
-        num_partials,
-        len(entry_rows),
-        kinds,
-        geometry,
+        plan, tuple(arrays.values()), num_rows, len(readers), num_entries, kinds, geometry
     )
 
 
@@ -114,17 +98,20 @@ def run_native_decode(
     arena: torch.Tensor,
     layer: int,
     scale: float,
-    page_mass: bool,
+    entry_rows: torch.Tensor | None,
     threads: int,
 ) -> AttentionOutput:
-    """``run_decode`` on a flattened plan; shapes are checked by the caller."""
+    """``run_decode`` on a flattened plan; shapes are checked by the caller.
+
+    With ``entry_rows``, the row of each page entry (int64), also their attention mass.
+    """
     native = native_library()
     assert native is not None
     num_heads, dim = q.shape[1], q.shape[2]
     queries = q.contiguous().float()
     out = torch.empty(flat.num_rows, num_heads, dim)
     lse = torch.empty(flat.num_rows, num_heads)
-    mass = torch.empty(flat.num_entries, num_heads) if page_mass else None
+    mass = None if entry_rows is None else torch.empty(flat.num_entries, num_heads)
     partials = torch.empty(flat.num_partials * num_heads * (dim + 2))
     native.minima_decode(
         ctypes.byref(flat.plan),
@@ -142,28 +129,17 @@ def run_native_decode(
     return AttentionOutput(out.to(q.dtype), lse, mass)
 
 
-def _cut(segments: Sequence[CheckedSegment], geometry: KVGeometry, threads: int) -> list[_Item]:
+def _cut(table: SegmentTable, geometry: KVGeometry, threads: int) -> _Items:
     """Items of about equal cost, in the order of the segments."""
-    page_costs = [1 + _READER_COST * (len(segment.readers) - 1) for segment in segments]
-    total = sum(
-        cost * len(segment.addresses) for cost, segment in zip(page_costs, segments, strict=True)
-    )
-    target = total * geometry.num_kv_heads / (threads * _ITEMS_PER_THREAD)
+    num_pages = table.num_pages
+    costs = num_pages * (1 + _READER_COST * (table.num_readers - 1))
+    target = costs.sum() * geometry.num_kv_heads / (threads * _ITEMS_PER_THREAD)
     min_pages = max(1, _MIN_ITEM_TOKENS // geometry.page_size)
-    items = []
-    first_entry = 0
-    for cost, segment in zip(page_costs, segments, strict=True):
-        num_pages = len(segment.addresses)
-        count = max(1, min(round(cost * num_pages / target), num_pages // min_pages))
-        # Whole groups of pages that share a tile: see attend_pages in native/attend.inl.
-        step = -(-num_pages // count // 4) * 4 if count > 1 else num_pages
-        for first in range(0, num_pages, step):
-            stop = min(first + step, num_pages)
-            entry = first_entry + first * len(segment.readers)
-            items.append(_Item(segment, first, stop, entry))
-        first_entry += num_pages * len(segment.readers)
-    return items
-
-
-def _concatenate(parts: Sequence[Int64Array]) -> Int64Array:
-    return np.concatenate([np.empty(0, dtype=np.int64), *parts])
+    counts = np.rint(costs / target).astype(np.int64)
+    counts = np.maximum(np.minimum(counts, num_pages // min_pages), 1)
+    # Whole groups of pages that share a tile: see attend_pages in native/attend.inl.
+    steps = np.where(counts > 1, -(-num_pages // counts // 4) * 4, num_pages)
+    num_items = -(-num_pages // steps)
+    segment = np.repeat(np.arange(len(num_pages)), num_items)
+    first = ranges(np.zeros_like(num_items), num_items) * steps[segment]
+    return _Items(segment, first, np.minimum(first + steps[segment], num_pages[segment]))

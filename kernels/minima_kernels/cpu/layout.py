@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from minima_kernels.cpu import abi
 from minima_kernels.formats import BF16, F16, F32, FP8, TQ, Format, Part
 from minima_kernels.geometry import KVGeometry
 from minima_kernels.kinds import PageKind
+
+IntArray = npt.NDArray[np.signedinteger[Any]]
 
 MAX_HEAD_DIM = 256
 
