@@ -8,6 +8,7 @@ pool with its last page, so memory flows between kinds as the mix changes.
 from __future__ import annotations
 
 import heapq
+from array import array
 from collections.abc import Collection, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple
@@ -107,7 +108,11 @@ class PagePool:
         self.total_granules = total_granules
         self.slab_granules = slab_granules
         self._books = {kind.name: KindBook(kind, slab_granules) for kind in kinds}
+        self._kind_index = {kind.name: index for index, kind in enumerate(kinds)}
         self._slabs = [Slab(i * slab_granules) for i in range(total_granules // slab_granules)]
+        self.slab_kinds = array("b", [-1]) * len(self._slabs)
+        """Index into `kinds` of each slab, -1 for a free one: the kind of an allocated page is
+        `slab_kinds[page // slab_granules]`. Only the pool writes it; it never moves in memory."""
         self._free_slabs = list(range(len(self._slabs)))  # ascending: already a heap
         self._pages: dict[int, _Page] = {}
         self._leases: dict[int, None] = {}  # open leases, oldest first
@@ -129,6 +134,7 @@ class PagePool:
                 raise OutOfPages(kind)
             index = heapq.heappop(self._free_slabs)
             book.add_slab(index, self._slabs[index])
+            self.slab_kinds[index] = self._kind_index[kind]
         return self._take(record, index)
 
     def allocate_beside(self, page: int, reference: ReferenceKind, holder: int) -> int:
@@ -342,6 +348,7 @@ class PagePool:
         book.let_go(self._slabs[index])
         if self._slabs[index].give(page, book):
             book.remove_slab(index)
+            self.slab_kinds[index] = -1
             heapq.heappush(self._free_slabs, index)
         else:
             book.reopen(index)

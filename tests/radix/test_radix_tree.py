@@ -243,6 +243,38 @@ def test_pins_nest_and_end_one_by_one() -> None:
     assert tree.pinned_pages == 0 and evict_all(tree) == [2, 1]
 
 
+def test_a_renewed_pin_is_broken_by_its_new_time() -> None:
+    tree = tree_of()
+    tree.insert(A, None, [1, 1], [1])
+    tree.insert(A, None, [2, 2], [2])
+    tree.pin(A, [1, 1], 10.0)
+    tree.pin(A, [2, 2], 50.0)
+    tree.pin(A, [1, 1], 100.0)
+    assert tree.break_pin() and evict_all(tree) == [2]
+
+
+def test_a_pin_covers_its_tokens_and_no_more() -> None:
+    tree = tree_of()
+    node = tree.insert(A, None, [1, 1, 2, 2], [1, 2]).node
+    tree.pin(A, [1, 1, 2, 2], 100.0)
+    assert tree.insert(A, node, [3, 3], [3]).node is not node  # the pinned leaf does not grow
+    tree.lock(node, 1)  # cut in two: both parts stay pinned
+    assert (tree.pinned_pages, [n.pin_count for n in node.path()]) == (2, [1, 1])
+    assert evict_all(tree) == [3]
+    assert tree.break_pin() and tree.pinned_pages == 0
+    assert evict_all(tree) == [2]
+
+
+def test_a_namespace_without_pages_is_forgotten() -> None:
+    tree = tree_of()
+    for i in range(10):
+        tree.insert(Namespace(str(i), None, "minima"), None, [1, 1, 2, 2], [2 * i, 2 * i + 1])
+    evict_all(tree)
+    assert not tree._roots
+    tree.insert(A, None, [1, 1], [1])
+    assert tree.match(A, [1, 1]).pages == [1]
+
+
 def test_replace_swaps_a_page_in_place() -> None:
     tree = tree_of()
     tree.insert(A, None, [1, 1, 2, 2], [1, 2])
