@@ -36,7 +36,9 @@ def server() -> Iterator[RunningServer]:
 
     if find_embedded_model() is None:
         pytest.skip("the embedded model is not installed")
-    server = start_server(["-m", "sglang_minima.launch_server"], "--kv-cache-memory", "256m")
+    # Nobody reads the log while the tests run: lines of every batch would fill the pipe.
+    flags = ("--kv-cache-memory", "256m", "--log-level", "warning")
+    server = start_server(["-m", "sglang_minima.launch_server"], *flags)
     yield server
     server.process.send_signal(signal.SIGTERM)
     output = server.process.communicate(timeout=30)[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -39,17 +38,20 @@ def program(model_dir: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def strict(model_dir: Path) -> Iterator[RunningServer]:
+def strict(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """A server with a key that takes two sequences at a time.
 
     It ends without a trace when a service manager sends SIGTERM to every process.
     """
-    before = ipc_directories()
+    temporary = tmp_path_factory.mktemp("t")
     flags = ["--api-key", "sesame", "--log-requests"]
     flags += ["--max-queued-requests", "1", "--max-running-requests", "1"]
-    server = start_server(program(model_dir), *flags)
+    with pytest.MonkeyPatch.context() as patch:
+        # Other servers put their sockets into the system's directory.
+        patch.setenv("TMPDIR", str(temporary))
+        server = start_server(program(model_dir), *flags)
     children = psutil.Process(server.process.pid).children(recursive=True)
-    created = ipc_directories() - before
+    assert len(list(temporary.iterdir())) == 1
     yield server
     for process in [*children, psutil.Process(server.process.pid)]:
         process.send_signal(signal.SIGTERM)
@@ -61,12 +63,7 @@ def strict(model_dir: Path) -> Iterator[RunningServer]:
     assert "sesame" not in output
     assert "Request slow-1: #prompt-token: 3, #cached-token: 2" in output
     assert not psutil.wait_procs(children, timeout=5)[1]
-    assert created
-    assert not ipc_directories() & created
-
-
-def ipc_directories() -> set[Path]:
-    return set(Path(tempfile.gettempdir()).glob("sglang_minima_*"))
+    assert not list(temporary.iterdir())
 
 
 def test_key(strict: RunningServer) -> None:

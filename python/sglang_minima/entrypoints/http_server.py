@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import uvicorn
@@ -26,11 +26,29 @@ from sglang_minima.tokenization.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-_DRAIN_SECONDS = 10
-"""How long running requests may go on after the server was asked to end."""
+_DRAIN_SECONDS = 3
+"""How long running requests may go on after the server was asked to end. Those that need longer are
+told so: supervisors soon kill a process that lingers, and a dropped stream explains nothing."""
+_DEAF_SECONDS = 1
+"""How much longer the server waits for clients that do not read their answer."""
 _KEEP_ALIVE_SECONDS = 60
 """Longer than the idle time after which usual clients drop pooled connections themselves."""
 _BACKLOG = 2048
+
+
+class _DrainingServer(uvicorn.Server):
+    """Calls `give_up` when requests still run `_DRAIN_SECONDS` after the server began to end."""
+
+    def __init__(self, config: uvicorn.Config, give_up: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._give_up = give_up
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        timer = asyncio.get_running_loop().call_later(_DRAIN_SECONDS, self._give_up)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
 
 
 class HttpServer:
@@ -60,11 +78,12 @@ class HttpServer:
             loop="uvloop",
             log_config=None,
             access_log=args.log_level == "debug",
-            timeout_graceful_shutdown=_DRAIN_SECONDS,
+            timeout_graceful_shutdown=_DRAIN_SECONDS + _DEAF_SECONDS,
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             backlog=_BACKLOG,
         )
-        self._server = uvicorn.Server(config)
+        self._server = _DrainingServer(config, self._end_requests)
+        self._manager: TokenizerManager | None = None
         for name in ("uvicorn", "uvicorn.error"):
             logging.getLogger(name).setLevel(
                 logging.DEBUG if args.log_level == "debug" else logging.WARNING
@@ -92,7 +111,7 @@ class HttpServer:
     @asynccontextmanager
     async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         loop = asyncio.get_running_loop()
-        manager = TokenizerManager(
+        manager = self._manager = TokenizerManager(
             self._args, self._limits, self._tokenizer, self._group.addresses, self._metrics
         )
         add_info_routes(app, manager, self._status, self._metrics)
@@ -114,6 +133,10 @@ class HttpServer:
             warmup.cancel()
             await asyncio.gather(warmup, return_exceptions=True)
             await manager.close()
+
+    def _end_requests(self) -> None:
+        if self._manager is not None:
+            self._manager.fail("the server is shutting down")
 
     async def _warm_up(self, manager: TokenizerManager) -> None:
         """Answers one request before the server says that it is healthy."""
