@@ -6,6 +6,7 @@ the same to every further step are visited once, which loses no interleaving.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable
 
 import pytest
@@ -132,10 +133,10 @@ class Search:
 def test_no_interleaving_leaks_or_loses_a_page(name: str) -> None:
     search = Search(dict(enumerate(PROMPTS[name], 1)))
     seen: set[Hashable] = set()
-    waiting: list[tuple[str, ...]] = [()]
+    waiting: deque[tuple[str, ...]] = deque([()])
     last_states: list[dict[str, str]] = []
     while waiting:
-        path = waiting.pop()
+        path = waiting.popleft()  # breadth first: the shortest path to each state
         world, states = search.replay(path)
         signature = search.signature(world, states)
         if signature in seen:
