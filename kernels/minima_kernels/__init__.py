@@ -20,7 +20,7 @@ from minima_kernels.geometry import GRANULE, KVGeometry
 from minima_kernels.kinds import PageKind
 from minima_kernels.rotation import Rotation
 from minima_kernels.routes import ROUTES, RouteCounters
-from minima_kernels.transfer import copy_tokens, read_page, retier
+from minima_kernels.transfer import append_tokens, copy_tokens, read_page, retier
 
 __all__ = [
     "BF16",
@@ -40,6 +40,7 @@ __all__ = [
     "Rotation",
     "RouteCounters",
     "Segment",
+    "append_tokens",
     "copy_tokens",
     "keep_freed_memory",
     "merge_states",

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 
 from minima_kernels.arena import gather, scatter
+from minima_kernels.cpu.route import fallback_reason
+from minima_kernels.cpu.transfer import native_append, native_retier
 from minima_kernels.formats import AppendableFormat, Format
 from minima_kernels.geometry import GRANULE, KVGeometry
 from minima_kernels.kinds import PageKind
@@ -67,8 +69,17 @@ def retier(
         raise ValueError(f"{sources.numel()} source pages for {destinations.numel()} destinations")
     if not sources.numel():
         return
-    routes.count("retier", "torch")
-    for run in _layer_runs(source_kind, destination_kind):
+    runs = list(_layer_runs(source_kind, destination_kind))
+    reason = fallback_reason((source_kind, destination_kind), geometry, arena.device)
+    if reason is None:
+        routes.count("retier", "native")
+        threads = torch.get_num_threads()
+        native_retier(
+            arena, sources, source_kind, destinations, destination_kind, geometry, threads
+        )
+        return
+    routes.count("retier", "torch", reason)
+    for run in runs:
         size = run.source.layer_bytes(geometry)
         new_size = run.destination.layer_bytes(geometry)
         layers_per_tile = max(1, _MAX_SCRATCH_VALUES // geometry.values_per_layer)
@@ -89,6 +100,43 @@ def retier(
                     encoded = run.destination.encode(k, v, geometry)
                     data = encoded.view(-1, new_size * count)
                 scatter(arena, new, new_offset, data)
+
+
+def append_tokens(
+    kind: PageKind,
+    layer: int,
+    arena: torch.Tensor,
+    page_bytes: torch.Tensor,
+    slots: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    geometry: KVGeometry,
+    *,
+    routes: RouteCounters = ROUTES,
+) -> None:
+    """Write one layer's K and V of N new tokens into open pages of a kind.
+
+    Args:
+        arena: uint8 ``[bytes]``.
+        page_bytes: int64 ``[N]``, where in the arena the page of each token starts.
+        slots: int64 ``[N]``, the token's place in its page.
+        k, v: rotated, float ``[N, H, D]``.
+
+    Raises:
+        ValueError: pages of this kind cannot be appended to.
+    """
+    format_ = kind.formats[layer]
+    if not isinstance(format_, AppendableFormat):
+        raise ValueError(f"pages of kind {kind.name!r} cannot be appended to")
+    shares = page_bytes + kind.layer_offset(layer, geometry)
+    reason = fallback_reason((kind,), geometry, arena.device)
+    if reason is None:
+        routes.count("append", "native")
+        threads = torch.get_num_threads()
+        native_append(format_, arena, shares, slots, k, v, geometry, threads)
+        return
+    routes.count("append", "torch", reason)
+    format_.append(arena, shares, slots, k, v, geometry)
 
 
 def copy_tokens(

@@ -12,7 +12,7 @@ import torch
 from minima_kernels.attention.output import AttentionOutput
 from minima_kernels.attention.plan import CheckedSegment, Int64Array
 from minima_kernels.cpu import abi
-from minima_kernels.cpu.layout import layer_formats, native_geometry
+from minima_kernels.cpu.layout import IntArray, layer_formats, native_geometry
 from minima_kernels.cpu.library import native_library
 from minima_kernels.geometry import GRANULE, KVGeometry
 from minima_kernels.kinds import PageKind
@@ -25,7 +25,7 @@ class NativeExtend(NamedTuple):
     """An extend plan flattened for the kernels; ``arrays`` keeps alive what ``plan`` points to."""
 
     plan: abi.ExtendPlan
-    arrays: tuple[np.ndarray, ...]
+    arrays: tuple[IntArray, ...]
     kinds: tuple[PageKind, ...]
     geometry: KVGeometry
 
@@ -64,7 +64,7 @@ def flatten_extend(
     runs = [run for request in requests for run in request]
     num_pages = [sum(map(len, run.addresses)) for run in runs]
     pages = [addresses for run in runs for addresses in run.addresses]
-    arrays = {
+    arrays: dict[str, IntArray] = {
         "q_indptr": np.asarray(q_indptr, dtype=np.int64),
         "run_indptr": np.cumsum([0, *map(len, requests)], dtype=np.int64),
         "run_page": np.cumsum([0, *num_pages], dtype=np.int64),

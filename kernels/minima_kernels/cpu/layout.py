@@ -46,18 +46,34 @@ def layer_formats(
     """One layer's share of a page of each kind."""
     described = (abi.Format * max(1, len(kinds)))()
     for target, kind in zip(described, kinds, strict=False):
-        _describe(target, kind, layer, geometry)
+        _describe(target, kind.formats[layer], kind.layer_offset(layer, geometry), geometry)
     return described
 
 
-def _describe(target: abi.Format, kind: PageKind, layer: int, geometry: KVGeometry) -> None:
-    format_ = kind.formats[layer]
+@cache
+def page_formats(kind: PageKind, geometry: KVGeometry) -> ctypes.Array[abi.Format]:
+    """The shares of all layers of a page."""
+    described = (abi.Format * len(kind.formats))()
+    for layer, (target, format_) in enumerate(zip(described, kind.formats, strict=True)):
+        _describe(target, format_, kind.layer_offset(layer, geometry), geometry)
+    return described
+
+
+@cache
+def share_format(format_: Format, geometry: KVGeometry) -> abi.Format:
+    """One layer's share of a page, offsets from its own start."""
+    described = abi.Format()
+    _describe(described, format_, 0, geometry)
+    return described
+
+
+def _describe(target: abi.Format, format_: Format, start: int, geometry: KVGeometry) -> None:
     if isinstance(format_, TQ):
         target.type = abi.FormatType.TQ
         target.k_levels, target.v_levels = format_.k_levels, format_.v_levels
     else:
         target.type = _TYPES[format_]
-    layout, start = format_.layout(geometry), kind.layer_offset(layer, geometry)
+    layout = format_.layout(geometry)
     for name in ("k_codes", "k_scales", "k_mean", "v_codes", "v_scales"):
         part: Part | None = getattr(layout, name)
         setattr(target, name, -1 if part is None else start + part.offset)

@@ -7,6 +7,7 @@ import logging
 import os
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -89,7 +90,7 @@ def _declare(native: ctypes.CDLL) -> None:
     native.minima_has_level.argtypes = [ctypes.c_char_p]
     native.minima_force_level.argtypes = [ctypes.c_char_p]
     native.minima_register_levels.argtypes = [integer, integer, integer, real, pointer, pointer]
-    shared = [ctypes.POINTER(Geometry), ctypes.POINTER(Format), pointer]
+    shared: list[Any] = [ctypes.POINTER(Geometry), ctypes.POINTER(Format), pointer]
     native.minima_decode.argtypes = [
         ctypes.POINTER(DecodePlan),
         *shared,
@@ -109,6 +110,25 @@ def _declare(native: ctypes.CDLL) -> None:
         integer,
     ]
     native.minima_extend.restype = None
+    native.minima_append.argtypes = [
+        ctypes.POINTER(Format),
+        ctypes.POINTER(Geometry),
+        *[pointer] * 5,  # k, v, arena, shares, slots
+        ctypes.c_int64,
+        integer,
+    ]
+    native.minima_append.restype = None
+    native.minima_retier.argtypes = [
+        ctypes.POINTER(Format),
+        ctypes.POINTER(Format),
+        *[pointer] * 2,  # share bytes, copied
+        ctypes.c_int64,
+        ctypes.POINTER(Geometry),
+        *[pointer] * 3,  # arena, sources, targets
+        ctypes.c_int64,
+        integer,
+    ]
+    native.minima_retier.restype = None
 
 
 def _register(native: ctypes.CDLL, levels: int) -> None:

@@ -47,7 +47,9 @@ def quantise(x: torch.Tensor, levels: int) -> Quantised:
     scales = root_mean_square
     if levels >= MIN_LEVELS_NORM_CORRECTED:
         chosen = book.centroids.index_select(0, codes.flatten().int()).view(x.shape)
-        scales = norms / torch.linalg.vector_norm(chosen, dim=-1)
+        # An odd number of levels has one at zero, which is all that a row of zeros chooses.
+        chosen_norms = torch.linalg.vector_norm(chosen, dim=-1)
+        scales = norms / chosen_norms.clamp_min(torch.finfo(torch.float32).tiny)
     return Quantised(codes, scales.clamp_max(FP16_MAX).half())
 
 

@@ -29,4 +29,20 @@ MINIMA_EXPORT void minima_extend(const MinimaExtendPlan* plan, const MinimaGeome
                                  const uint8_t* arena, float scale, float* out, float* lse,
                                  int threads);
 
+// k, v: float32 [N, H, D]; token i goes to slot slots[i] of the share at byte shares[i]. Offsets of
+// `format` start at the share.
+MINIMA_EXPORT void minima_append(const MinimaFormat* format, const MinimaGeometry* geometry,
+                                 const float* k, const float* v, uint8_t* arena,
+                                 const int64_t* shares, const int64_t* slots, int64_t num_tokens,
+                                 int threads);
+
+// Re-encodes pages, all layers: sources and targets are byte offsets of pages in the arena; `from`,
+// `to`, the bytes of the target's share and whether it is to be copied as it is: one per layer.
+MINIMA_EXPORT void minima_retier(const MinimaFormat* from, const MinimaFormat* to,
+                                 const int64_t* share_bytes, const uint8_t* copied,
+                                 int64_t num_layers,
+                                 const MinimaGeometry* geometry, uint8_t* arena,
+                                 const int64_t* sources, const int64_t* targets, int64_t num_pages,
+                                 int threads);
+
 }  // extern "C"

@@ -55,11 +55,12 @@ INLINE VI dot(VI total, VS a, VS b) {
 #include "unpack.inl"
 #include "x86.inl"
 #include "attend.inl"
+#include "encode.inl"
 
 }  // namespace
 }  // namespace avx2
 
-const Level avx2_level = {"avx2", sizeof(avx2::Scratch), avx2::quantise, avx2::attend};
+const Level avx2_level = {"avx2", sizeof(avx2::Scratch), avx2::quantise, avx2::attend, avx2::append, avx2::retier};
 
 }  // namespace minima
 

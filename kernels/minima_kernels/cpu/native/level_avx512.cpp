@@ -40,11 +40,12 @@ INLINE VI dot(VI total, VS a, VS b) {
 #include "unpack.inl"
 #include "x86.inl"
 #include "attend.inl"
+#include "encode.inl"
 
 }  // namespace
 }  // namespace avx512
 
-const Level avx512_level = {"avx512", sizeof(avx512::Scratch), avx512::quantise, avx512::attend};
+const Level avx512_level = {"avx512", sizeof(avx512::Scratch), avx512::quantise, avx512::attend, avx512::append, avx512::retier};
 
 }  // namespace minima
 

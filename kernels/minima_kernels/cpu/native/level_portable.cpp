@@ -37,11 +37,12 @@ INLINE VI dot(VI total, VS a, VS b) {
 #include "unpack.inl"
 #include "scalar.inl"
 #include "attend.inl"
+#include "encode.inl"
 
 }  // namespace
 }  // namespace portable
 
 const Level portable_level = {"portable", sizeof(portable::Scratch), portable::quantise,
-                              portable::attend};
+                              portable::attend, portable::append, portable::retier};
 
 }  // namespace minima

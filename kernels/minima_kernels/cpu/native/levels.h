@@ -33,6 +33,12 @@ struct Level {
   void (*attend)(const AttendJob& job, const MinimaFormat& format, const uint8_t* arena,
                  const int64_t* pages, int64_t num_pages, int last_len, int64_t position,
                  void* scratch);
+  // Writes one token into `slot` of a layer's share of a page; offsets of `format` start there.
+  void (*append)(const MinimaFormat& format, const MinimaGeometry& geometry, const float* k,
+                 const float* v, int64_t slot, uint8_t* share);
+  // Re-encodes one head of one layer of a page; see encode.inl for the scratch.
+  void (*retier)(const MinimaFormat& from, const MinimaFormat& to, const MinimaGeometry& geometry,
+                 int head, const uint8_t* source, uint8_t* target, float* rows, uint8_t* bytes);
 };
 
 extern const Level portable_level;

@@ -1,24 +1,9 @@
 // Expansion of keys and values into tiles, one value at a time: the portable level.
 
-INLINE float load_value(const MinimaFormat& format, const uint8_t* p, int64_t index) {
-  uint16_t half;
-  uint32_t bits;
-  float value;
-  switch (format.type) {
-    case kFP8:
-      return e4m3_to_float(p[index]) * 0x1p-120f;
-    case kF16:
-      __builtin_memcpy(&half, p + 2 * index, 2);
-      return half_to_float(half);
-    case kBF16:
-      __builtin_memcpy(&half, p + 2 * index, 2);
-      bits = static_cast<uint32_t>(half) << 16;
-      __builtin_memcpy(&value, &bits, 4);
-      return value;
-    default:
-      __builtin_memcpy(&value, p + 4 * index, 4);
-      return value;
-  }
+// FP8 values stay at 2**-120 of their size, as on the other levels: the scales put it back.
+INLINE float tile_value(const MinimaFormat& format, const uint8_t* codes, int64_t index) {
+  const float value = stored_value(format.type, codes, index);
+  return format.type == kFP8 ? value * 0x1p-120f : value;
 }
 
 void expand_keys(const MinimaFormat& format, const uint8_t* codes, const Chunk& chunk, int dim,
@@ -52,7 +37,7 @@ void expand_keys(const MinimaFormat& format, const uint8_t* codes, const Chunk& 
     const int at = chunk.column + t;
     for (int d = 0; d < dim; ++d)
       keys[(at / LANES * dim + d) * LANES + at % LANES] =
-          load_value(format, codes, static_cast<int64_t>(chunk.first + t) * dim + d);
+          tile_value(format, codes, static_cast<int64_t>(chunk.first + t) * dim + d);
   }
 }
 
@@ -63,7 +48,7 @@ void expand_values(const MinimaFormat& format, const uint8_t* codes, const Chunk
     for (int d = 0; d < dim; ++d)
       values[at * dim + d] =
           t < chunk.tokens
-              ? load_value(format, codes, static_cast<int64_t>(chunk.first + t) * dim + d)
+              ? tile_value(format, codes, static_cast<int64_t>(chunk.first + t) * dim + d)
               : 0.0f;
   }
 }

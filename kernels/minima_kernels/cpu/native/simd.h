@@ -80,3 +80,19 @@ INLINE float e4m3_to_float(uint8_t code) {
   __builtin_memcpy(&value, &bits, 4);
   return value * 0x1p120f;
 }
+
+// Value `index` of codes that carry one each: FP8 and the raw formats.
+INLINE float stored_value(int type, const uint8_t* codes, int64_t index) {
+  if (type == kFP8) return e4m3_to_float(codes[index]);
+  float value;
+  if (type == kF32) {
+    __builtin_memcpy(&value, codes + 4 * index, 4);
+    return value;
+  }
+  uint16_t half;
+  __builtin_memcpy(&half, codes + 2 * index, 2);
+  if (type == kF16) return half_to_float(half);
+  const uint32_t bits = static_cast<uint32_t>(half) << 16;
+  __builtin_memcpy(&value, &bits, 4);
+  return value;
+}
