@@ -97,7 +97,7 @@ class EngineKit:
 
 
 def make_args(**settings: Any) -> ServerArgs:
-    return ServerArgs(**{"dtype": "float32", "random_seed": 1, **settings})
+    return ServerArgs(**{"dtype": "float32", "quantization": "none", "random_seed": 1, **settings})
 
 
 def make_runner(model_dir: Path | str) -> ModelRunner:

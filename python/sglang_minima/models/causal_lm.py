@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sglang_minima.models.backend import AttentionBackend
@@ -74,7 +73,7 @@ class CausalLM(nn.Module, ABC):
         Returns:
             [N, hidden_size] after the final norm, in the model's dtype.
         """
-        x = F.embedding(input_ids, self.model.embed_tokens.weight)
+        x = self.model.embed_tokens.rows(input_ids, self.model.norm.weight.dtype)
         cos, sin = self.rotary(positions)
         for layer in self.model.layers:
             x = layer(x, cos, sin, attention)

@@ -1,7 +1,7 @@
 """Converts a `.gguf` file of a supported family into a Hugging Face directory, once, in the cache.
 
 The directory is a complete checkpoint: transformers loads it too. Quantised tensors become
-float32, so nothing is lost against the file.
+float32, so nothing is lost against the file; 4-bit blocks are kept beside them as they are.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ import numpy as np
 from sglang_minima.models.cache import build_once, cache_dir
 from sglang_minima.models.errors import ModelLoadError
 from sglang_minima.models.gguf_config import hf_config, hf_tensor_name
-from sglang_minima.models.gguf_file import GGUFFile, GGUFTensor, read_gguf
+from sglang_minima.models.gguf_file import GGUFFile, read_gguf
 from sglang_minima.models.gguf_tokenizer import convert_tokenizer
 from sglang_minima.models.progress import Progress, stderr_progress
+from sglang_minima.models.weight_blocks import gguf_blocks, save_blocks
 
-CONVERSION = 1
+CONVERSION = 2
 """Part of the cache key: raise it when the output of a conversion changes."""
 _HEAD_BYTES = 1 << 20
 _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
@@ -69,6 +70,23 @@ def convert_gguf(path: Path, directory: Path, progress: Progress | None = None) 
     )
     converted.tokenizer.save(str(directory / "tokenizer.json"))
     _write_tensors(file, config, directory / "model.safetensors", progress)
+    save_blocks(directory, _blocks(file, config))
+
+
+def _blocks(file: GGUFFile, config: dict[str, Any]) -> dict[str, dict[str, np.ndarray[Any, Any]]]:
+    """The arrays of `weight_blocks.Blocks` of every 4-bit tensor, by checkpoint name."""
+    found = {}
+    for name, tensor in file.tensors.items():
+        target = hf_tensor_name(name)
+        if target is None or len(tensor.shape) != 2:
+            continue
+        arrays = gguf_blocks(tensor.kind.name, tensor.data.reshape(tensor.shape[0], -1))
+        if arrays is not None:
+            found[target] = {
+                part: np.ascontiguousarray(_half_split(tensor.name, values, config))
+                for part, values in arrays.items()
+            }
+    return found
 
 
 def _write_tensors(
@@ -101,20 +119,21 @@ def _write_tensors(
         for name, tensor in tensors:
             if name is None:
                 continue
-            values = np.ascontiguousarray(_half_split(tensor, config))
+            values = np.ascontiguousarray(_half_split(tensor.name, tensor.values(), config))
             output.write(values.data)
             done += values.nbytes
             if progress is not None:
                 progress(done, total)
 
 
-def _half_split(tensor: GGUFTensor, config: dict[str, Any]) -> np.ndarray[Any, Any]:
-    """Values with the rows of llama's q and k in the order of half-split RoPE.
+def _half_split(
+    name: str, values: np.ndarray[Any, Any], config: dict[str, Any]
+) -> np.ndarray[Any, Any]:
+    """The rows of tensor `name`, with the rows of llama's q and k in the order of half-split RoPE.
 
     GGUF stores these two with the members of each rotation plane side by side.
     """
-    values = tensor.values()
-    module = tensor.name.split(".")[-2]
+    module = name.split(".")[-2]
     if config["model_type"] != "llama" or module not in ("attn_q", "attn_k"):
         return values
     planes = values.reshape(-1, config["head_dim"] // 2, 2, *values.shape[1:])

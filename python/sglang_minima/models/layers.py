@@ -37,6 +37,10 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
 
+    def rows(self, index: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows of the weight (embeddings) of the indices [N]: [N, inputs]."""
+        return F.embedding(index, self.weight).to(dtype)
+
 
 class Rotary(nn.Module):
     """cos and sin of the positions of a batch, made once per forward pass for all layers."""

@@ -14,7 +14,9 @@ from sglang_minima.models.causal_lm import CausalLM
 from sglang_minima.models.config import ModelConfig, read_json_object
 from sglang_minima.models.errors import ModelLoadError
 from sglang_minima.models.progress import Progress
+from sglang_minima.models.quantization import Quantization, quantize_model
 from sglang_minima.models.registry import build_model
+from sglang_minima.models.weight_blocks import load_blocks
 
 DUMMY_STD = 0.02
 _INDEX = "model.safetensors.index.json"
@@ -27,6 +29,7 @@ def load_model(
     device: torch.device | str = "cpu",
     *,
     load_format: Literal["auto", "dummy"] = "auto",
+    quantization: Quantization = "none",
     progress: Progress | None = None,
 ) -> tuple[CausalLM, ModelConfig]:
     """Builds the model of `config.json` and fills it.
@@ -40,6 +43,7 @@ def load_model(
         device: where the weights go.
         load_format: "dummy" ignores the weight files and draws seeded random weights of the
             config's geometry (standard deviation 0.02), for measurements of speed.
+        quantization: of the weights once they are loaded.
         progress: told of (bytes done, bytes in all).
 
     Raises:
@@ -57,6 +61,8 @@ def load_model(
             _fill_randomly(model)
         else:
             _fill_from_files(model, path, progress)
+        blocks = load_blocks(path) if quantization == "int4" and load_format == "auto" else {}
+        quantize_model(model, quantization, blocks)
     return model, config
 
 

@@ -11,6 +11,7 @@ from minima_kernels import KVGeometry, Rotation
 from sglang_minima.cache.arena import KVArena
 from sglang_minima.models.config import ModelConfig
 from sglang_minima.models.loader import load_model
+from sglang_minima.models.quantization import Quantization, fastest, supported
 from sglang_minima.runner.attention import PagedAttention
 from sglang_minima.runner.batch import ForwardBatch
 from sglang_minima.server_args import ArgumentError, ServerArgs
@@ -52,6 +53,22 @@ def resolve_dtype(args: ServerArgs, device: torch.device, checkpoint: str) -> to
     return torch.bfloat16 if any(flag in flags for flag in _BF16_CPU_FLAGS) else torch.float32
 
 
+def resolve_quantization(
+    args: ServerArgs, device: torch.device, dtype: torch.dtype
+) -> Quantization:
+    """The weights of `--quantization`.
+
+    Raises:
+        ArgumentError: this device or compute dtype does not run them.
+    """
+    if args.quantization == "auto":
+        return fastest(device, dtype)
+    support = supported(args.quantization, device, dtype)
+    if not support.ok:
+        raise ArgumentError(f"--quantization {args.quantization}: {support.reason}")
+    return args.quantization
+
+
 class ModelRunner:
     """Loads the model; `forward` runs one batch against the arena."""
 
@@ -61,9 +78,15 @@ class ModelRunner:
         self.dtype = resolve_dtype(args, self.device, checkpoint)
         if self.device.type == "cpu" and args.cpu_threads:
             torch.set_num_threads(args.cpu_threads)
+        self.quantization = resolve_quantization(args, self.device, self.dtype)
         self.model, self.config = load_model(
-            Path(model_dir), self.dtype, self.device, load_format=args.load_format
+            Path(model_dir),
+            self.dtype,
+            self.device,
+            load_format=args.load_format,
+            quantization=self.quantization,
         )
+        logger.info("Weights: %s, activations %s", self.quantization, self.dtype)
         self.model.eval()
         self.context_length = min(
             args.context_length or self.config.max_position, self.config.max_position
