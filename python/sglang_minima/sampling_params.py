@@ -19,6 +19,7 @@ MAX_STOP_REGEX_REPEATS = 10_000
 """Counted repeats are unrolled when a pattern is compiled: nested ones could take for ever."""
 MAX_N = 128
 MAX_NEW_TOKENS = 1 << 20
+MAX_TOP_K = 1 << 31
 
 
 class InvalidRequest(ValueError):
@@ -116,13 +117,17 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         )
         _need(_finite(self.temperature) and self.temperature >= 0, "temperature", "non-negative")
         _need(0 < self.top_p <= 1, "top_p", "in (0, 1]")
-        _need(self.top_k == -1 or self.top_k >= 1, "top_k", "-1 (off) or at least 1")
+        _need(self.top_k == -1 or 1 <= self.top_k <= MAX_TOP_K, "top_k", "-1 (off) or in [1, 2^31]")
         _need(0 <= self.min_p <= 1, "min_p", "in [0, 1]")
         _need(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "in [-2, 2]")
         _need(-2 <= self.presence_penalty <= 2, "presence_penalty", "in [-2, 2]")
         _need(0 < self.repetition_penalty <= 2, "repetition_penalty", "in (0, 2]")
         _need(1 <= self.n <= MAX_N, "n", f"in [1, {MAX_N}]")
-        _need(self.stream_interval >= 1, "stream_interval", "at least 1")
+        _need(
+            1 <= self.stream_interval <= MAX_NEW_TOKENS,
+            "stream_interval",
+            f"in [1, {MAX_NEW_TOKENS}]",
+        )
         _need(len(self.stop) <= MAX_STOPS, "stop", f"at most {MAX_STOPS} strings")
         _need(all(self.stop), "stop", "non-empty strings")
         _need(len(self.stop_regex) <= MAX_STOPS, "stop_regex", f"at most {MAX_STOPS} patterns")

@@ -201,10 +201,15 @@ def _token_ids_logprob(value: Any, size: int, batch: bool) -> list[list[int] | N
     if not value:
         return [None] * size
     if all(isinstance(item, int) for item in value):
-        return [value] * size
-    if any(isinstance(item, int) for item in value):
+        lists = [value] * size
+    elif any(isinstance(item, int) for item in value):
         raise InvalidRequest("token_ids_logprob mixes token ids and lists of token ids")
-    return _spread("token_ids_logprob", value, size, batch)
+    else:
+        lists = _spread("token_ids_logprob", value, size, batch)
+    # Each id costs an entry at every position of the prompt.
+    if max(len(ids or []) for ids in lists) > MAX_TOP_LOGPROBS:
+        raise InvalidRequest(f"token_ids_logprob has more than {MAX_TOP_LOGPROBS} ids")
+    return lists
 
 
 def _is_set(value: Any) -> bool:

@@ -30,7 +30,7 @@ from sglang_minima.entrypoints.openai_types import ChatBody, CommonBody, Complet
 from sglang_minima.entrypoints.replies import abort_error
 from sglang_minima.entrypoints.sse import EventStream, answering_errors, wait_for_reply
 from sglang_minima.sampling_params import InvalidRequest
-from sglang_minima.tokenization.inputs import PromptInput
+from sglang_minima.tokenization.inputs import PromptInput, check_token_ids
 from sglang_minima.tokenization.manager import TokenizerManager
 from sglang_minima.tokenization.state import Generation, RequestState
 
@@ -100,8 +100,7 @@ def add_openai_routes(app: FastAPI, manager: TokenizerManager, model_name: str) 
         call.logprobs = body.logprobs is not None
         if body.echo:
             for prompt in prompts:
-                text = prompt if isinstance(prompt, str) else manager.tokenizer.decode(prompt)
-                call.echoes += [text] * sampling.n
+                call.echoes += [_prompt_text(manager, prompt)] * sampling.n
         inputs = [
             body.prompt_input(
                 prompt,
@@ -153,6 +152,13 @@ def add_openai_routes(app: FastAPI, manager: TokenizerManager, model_name: str) 
     app.add_route("/v1/chat/completions", chat_completions, ["POST"])
     app.add_route("/v1/models", models, ["GET"])
     app.add_route("/v1/models/{name:path}", model, ["GET"])
+
+
+def _prompt_text(manager: TokenizerManager, prompt: str | list[int]) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    check_token_ids(prompt, manager.limits.vocab_size, "prompt")
+    return manager.tokenizer.decode(prompt)
 
 
 def _apply_template(

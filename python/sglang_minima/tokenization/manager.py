@@ -91,6 +91,7 @@ class TokenizerManager:
         self._controls: dict[str, asyncio.Future[ControlReply]] = {}
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
         self._task = asyncio.get_running_loop().create_task(self._receive())
+        self._task.add_done_callback(self._receiver_ended)
 
     @property
     def num_running(self) -> int:
@@ -129,8 +130,9 @@ class TokenizerManager:
             raise InvalidRequest("rid must be unique among the running requests")
         generation = Generation(states, self._send_abort)
         for state in states:
-            self._running[state.rid] = (state, generation)
+            # Sent first: what cannot be sent must not count as running for ever.
             self._send(state.request)
+            self._running[state.rid] = (state, generation)
         return generation
 
     async def in_thread(self, characters: int, work: Callable[[], T]) -> T:
@@ -203,6 +205,13 @@ class TokenizerManager:
                 future = self._controls.get(message.id)
                 if future is not None and not future.done():
                     future.set_result(message)
+
+    def _receiver_ended(self, task: asyncio.Task[None]) -> None:
+        """Without a receiver everything would wait for ever: it fails instead."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            logger.error("messages cannot be received any more", exc_info=error)
+            self.fail(f"the HTTP process failed ({type(error).__name__})")
 
     def _distribute(self, batch: TextBatch) -> None:
         for update in batch.outputs:
