@@ -63,21 +63,24 @@ class SchedulerProcess:
 
     def serve(self) -> None:
         """Runs for ever; the process is ended by its parent."""
-        checked = True
+        checked = progress = True
         while True:
             if self.scheduler.busy:
                 messages = self._receiver.drain()
             else:
-                if not checked:
+                # Without progress the backlog waits for room: looking at once would only spin.
+                converting = progress and self.cache.controller.backlog > 0
+                message = self._receiver.receive(0 if converting else _IDLE_WAIT)
+                messages = [] if message is None else [message, *self._receiver.drain()]
+                if not (messages or converting or checked):
+                    # Only after a quiet moment: the next turn of a chat must not wait for it.
                     self._check_when_idle()
                     checked = True
-                message = self._receiver.receive(0 if self.cache.controller.backlog else _IDLE_WAIT)
-                messages = [] if message is None else [message, *self._receiver.drain()]
             for message in messages:
                 self._handle(message)
             if self.scheduler.busy:
                 checked = False
-            self.scheduler.step()
+            progress = self.scheduler.step()
 
     def _handle(self, message: ToScheduler) -> None:
         if isinstance(message, GenerateRequest):
