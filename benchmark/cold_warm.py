@@ -7,7 +7,11 @@ model computed. For every text: *cold* = exact prefill of all N tokens (profile 
 float32 here, one chunk); *warm* = the first N - 256 tokens were the prompt of an earlier request,
 its pages are in the tree and have settled in their tiers, and the last 256 tokens run over them.
 Both score the same 256 next tokens of the text. The row "bf16" is the warm run over exact pages:
-the noise floor of the measurement.
+the noise floor of the measurement (and 32 bits a value: compare bytes with 16 bits, not with it).
+
+The scored tokens read each other exactly, as they do in a prefill chunk of the server. That is
+easier than scoring with every older key and value compressed, where errors compound from token to
+token: the targets come from such a measurement and should be met with room to spare.
 
 The server's own cold run prefills in chunks of 512 and reads its earlier chunks from Recent (FP8)
 pages, so in the profiles minima and fp8 a cold prompt of several chunks is close to the row "fp8".
@@ -254,7 +258,7 @@ def plot(rows: Sequence[dict[str, Any]]) -> Figure:
     panels = (
         ("kl_mean", "kl_se", 1.0, "KL(cold || warm), mean (nat)"),
         ("top1_agreement", "top1_se", 100.0, "top-1 agreement (%)"),
-        ("bytes_per_token", None, 1 / 1024, "KV of the cached prefix (KiB per token)"),
+        ("bytes_per_token", None, 1 / 1024, "KV of the prefix (KiB per token; bf16: float32)"),
     )
     for axis, (key, error, scale, label) in zip(axes, panels, strict=True):
         errors = None if error is None else [scale * (row[error] or 0.0) for row in rows]
