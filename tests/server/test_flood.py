@@ -129,15 +129,16 @@ class Flood:
         rng = self._random
         body = self.body(index, text)
         manner = rng.choices(
-            (self.read, self.stream, self.abort, self.leave, self.vanish, self.blunder),
-            (30, 25, 15, 12, 12, 6),
+            (
+                *(self.read, self.stream, self.batch, self.chat),
+                *(self.abort, self.leave, self.vanish, self.blunder),
+            ),
+            (24, 20, 6, 6, 14, 12, 12, 6),
         )[0]
         await manner(body)
 
     async def read(self, body: dict[str, Any]) -> None:
-        async with self._session.post(self._url + "/generate", json=body) as reply:
-            assert reply.status == 200, await reply.text()
-            self.end((await reply.json())["meta_info"]["finish_reason"])
+        self.end(json.loads(await self.ask("/generate", body))["meta_info"]["finish_reason"])
 
     async def stream(self, body: dict[str, Any]) -> None:
         async with self._session.post(
@@ -151,14 +152,44 @@ class Flood:
         assert not any(reasons[:-1])
         self.end(reasons[-1])
 
+    async def batch(self, body: dict[str, Any]) -> None:
+        """Two prompts with two samples each; half of the batches are aborted by their rid."""
+        body["text"] = [body["text"], body["text"][:9]]
+        body["sampling_params"] |= {"n": 2}
+        reading = asyncio.create_task(self.ask("/generate", body))
+        if self._random.random() < 0.5:
+            await asyncio.sleep(self._random.random() * 0.1)
+            await self.ask("/abort_request", {"rid": body["rid"]})
+        reasons = [reply["meta_info"]["finish_reason"] for reply in json.loads(await reading)]
+        assert len(reasons) == 4
+        self.end(reasons[0])
+
+    async def chat(self, body: dict[str, Any]) -> None:
+        asked = {
+            "messages": [{"role": "user", "content": body["text"]}],
+            "max_tokens": body["sampling_params"]["max_new_tokens"],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "rid": body["rid"],
+        }
+        lines = (await self.ask("/v1/chat/completions", asked)).splitlines()
+        events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        assert events[-1]["usage"]["prompt_tokens"] > 0
+        choices = [choice for event in events for choice in event["choices"]]
+        (reason,) = [c["finish_reason"] for c in choices if c["finish_reason"]]
+        self.end({"type": reason})
+
+    async def ask(self, path: str, body: dict[str, Any]) -> str:
+        async with self._session.post(self._url + path, json=body) as reply:
+            text = await reply.text()
+            assert reply.status == 200, text
+            return text
+
     async def abort(self, body: dict[str, Any]) -> None:
         body["sampling_params"]["max_new_tokens"] = 150
         reading = asyncio.create_task(self._random.choice((self.read, self.stream))(body))
         await asyncio.sleep(self._random.random() * 0.2)
-        async with self._session.post(
-            self._url + "/abort_request", json={"rid": body["rid"]}
-        ) as reply:
-            assert reply.status == 200
+        await self.ask("/abort_request", {"rid": body["rid"]})
         await reading
 
     async def leave(self, body: dict[str, Any]) -> None:
@@ -232,6 +263,22 @@ def test_flood_of_aborts_disconnects_and_blunders(tiny: RunningServer) -> None:
     assert counts["cached_tokens"] > 0
     assert tiny.post("/flush_cache", None).status_code == 200
     assert info(tiny)["cache"]["pages_used"] == 0
+
+
+def test_idle_server_rests(tiny: RunningServer) -> None:
+    sampling = {"max_new_tokens": 64, "ignore_eos": True}
+    assert tiny.generate({"text": "long " * 30, "sampling_params": sampling}).ok
+    assert_quiet(tiny)
+
+    def used() -> float:
+        processes = [psutil.Process(tiny.process.pid)]
+        processes += processes[0].children()
+        return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+    time.sleep(0.6)
+    before = used()
+    time.sleep(1.0)
+    assert used() - before < 0.1
 
 
 def test_pool_too_small_for_the_load_answers_everybody(tiny: RunningServer) -> None:
