@@ -224,10 +224,10 @@ async def single_stream(target: Target) -> dict[str, Any]:
 
 
 def _session(target: Target) -> aiohttp.ClientSession:
+    # A connection per request: llama.cpp closes idle ones, at times just as the next one is sent.
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
     timeout = aiohttp.ClientTimeout(total=None)
-    return aiohttp.ClientSession(
-        target.url, timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
-    )
+    return aiohttp.ClientSession(target.url, timeout=timeout, connector=connector)
 
 
 async def _events(
@@ -241,8 +241,9 @@ async def _events(
     async with session.post(path, json=body) as response:
         response.raise_for_status()
         async for line in response.content:
-            data = line.removeprefix(b"data: ").strip()
-            if not data or data == b"[DONE]":
+            field, _, data = line.strip().partition(b": ")
+            # Other lines are empty or comments: llama.cpp sends those while a request waits.
+            if field != b"data" or data == b"[DONE]":
                 continue
             event = json.loads(data)
             if "error" in event:

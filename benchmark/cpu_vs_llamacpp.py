@@ -35,6 +35,7 @@ from serving import running_server
 from shop_talk import system_prompt
 
 from sglang_minima.models.embedded import EMBEDDED_MODEL_HELP, find_embedded_model
+from sglang_minima.models.resolve import resolve_model_path
 from sglang_minima.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -254,7 +255,7 @@ def main() -> None:
     if model is None:
         sys.exit(EMBEDDED_MODEL_HELP)
     record = Record("cpu_vs_llamacpp")
-    system = system_prompt(Tokenizer.load(str(model)), SYSTEM_TOKENS)
+    system = system_prompt(Tokenizer.load(resolve_model_path(None)), SYSTEM_TOKENS)
     bench = Bench(options, model, system)
     for flags in ("", *options.flags):
         for new_tokens in (*options.new_tokens, None):
@@ -280,6 +281,10 @@ def main() -> None:
     columns = {"system": "", "settings": "", "prefill_tok_s": ".1f"}
     columns |= {"decode_tok_s": ".1f", "decode_short_tok_s": ".1f", "load_average": ".1f"}
     print(format_table([r for r in bench.rows if r["new_tokens"] is None], columns))
+    for system, compute in {
+        r["system"]: r["compute"] for r in bench.rows if "compute" in r
+    }.items():
+        print(f"{system} computes with {compute}")
     for row in bench.rows:
         if "beside_best_peer" in row:
             print(f"{_line_name(row)}: {row['beside_best_peer']}")
