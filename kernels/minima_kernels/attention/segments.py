@@ -25,12 +25,12 @@ class SegmentTable(NamedTuple):
     @property
     def num_pages(self) -> Int64Array:
         """int64 [segments]"""
-        return np.diff(self.page_start)
+        return self.page_start[1:] - self.page_start[:-1]
 
     @property
     def num_readers(self) -> Int64Array:
         """int64 [segments]"""
-        return np.diff(self.reader_start)
+        return self.reader_start[1:] - self.reader_start[:-1]
 
     def first_entries(self) -> Int64Array:
         """int64 [segments + 1]: where the (page, reader) pairs of each segment start."""

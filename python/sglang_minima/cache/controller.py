@@ -7,6 +7,7 @@ page: the page may have been replaced or evicted before its turn comes.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from typing import NamedTuple
 
@@ -33,6 +34,7 @@ class TierController:
         self._lifecycle = lifecycle
         self._arena = arena
         self._profile = arena.profile
+        self._compresses = arena.profile.compresses
         self._backlog: deque[_Candidate] = deque()
 
     @property
@@ -42,18 +44,18 @@ class TierController:
 
     def observe(self, request: Request) -> None:
         """Queues the pages of a running request that have left its Recent window."""
-        if not self._profile.compresses:
+        if not self._compresses:
+            request.observe_at = sys.maxsize
             return
         table = request.table
         assert table is not None
-        end = min(
-            table.sealed_pages,
-            self._profile.stale_end(request.written, self._arena.geometry.page_size),
-        )
+        page_size = self._arena.geometry.page_size
+        end = min(table.sealed_pages, self._profile.stale_end(request.written, page_size))
         for position in range(request.retier_cursor, end):
             if self._is_recent(table.pages[position]):
                 self._backlog.append(_Candidate(request, table.node, position))
         request.retier_cursor = max(request.retier_cursor, end)
+        request.observe_at = (request.retier_cursor + 1) * page_size + self._profile.window_tokens
 
     def step(self, limit: int) -> int:
         """Converts up to `limit` pages of the backlog; returns how many were converted."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from minima_kernels import PageKind
 from minima_kernels.transfer import copy_tokens
@@ -30,9 +31,11 @@ class PrefixCache:
     def __init__(self, args: ServerArgs, arena: KVArena) -> None:
         geometry, profile = arena.geometry, arena.profile
         self.arena = arena
+        self.page_size = geometry.page_size
         self.profile = profile
         specs = [PageKindSpec(kind.name, kind.granules(geometry)) for kind in profile.kinds]
         self.pool = PagePool(specs, arena.granules)
+        self._slab_kinds: npt.NDArray[np.int8] = np.frombuffer(self.pool.slab_kinds, dtype=np.int8)
         self.tree = (
             None
             if args.disable_radix_cache
@@ -49,10 +52,6 @@ class PrefixCache:
         self.deterministic = args.deterministic_cache
         self.copied_tokens = 0
         self._kind_index = {kind.name: index for index, kind in enumerate(profile.kinds)}
-
-    @property
-    def page_size(self) -> int:
-        return self.arena.geometry.page_size
 
     @property
     def capacity_tokens(self) -> int:
@@ -73,11 +72,9 @@ class PrefixCache:
     def _num_slabs(self) -> int:
         return self.pool.total_granules // self.pool.slab_granules
 
-    def kind_indices(self, pages: np.ndarray) -> np.ndarray:
-        """Index into `profile.kinds` of each page: int64 addresses [n] -> int8 [n]."""
-        index = self._kind_index
-        kind_of = self.pool.kind_of
-        return np.fromiter((index[kind_of(page)] for page in pages.tolist()), np.int8, len(pages))
+    def kind_indices(self, pages: npt.NDArray[np.int64]) -> npt.NDArray[np.int8]:
+        """Index into `profile.kinds` of each allocated page: int64 addresses [n] -> int8 [n]."""
+        return self._slab_kinds[pages // self.pool.slab_granules]
 
     def match_length(self, request: Request) -> int:
         """Tokens of a waiting request that whole cached pages cover now (nothing is touched)."""
@@ -123,6 +120,8 @@ class PrefixCache:
         Unreferenced cached pages give way; other requests do not.
         """
         table = _running(request)
+        if request.written + num_tokens <= len(table.pages) * self.page_size:
+            return True
         # In deterministic mode rows of the open page may be written and not yet committed.
         ahead = request.written - table.committed
         try:
@@ -138,9 +137,13 @@ class PrefixCache:
         """Counts `num_tokens` more tokens as written and seals (shares) every page now full."""
         request.written += num_tokens
         if not self.deterministic:
+            table = _running(request)
             self.lifecycle.commit(request.holder, num_tokens)
-            sealed = self.lifecycle.seal(request.holder, request.tokens)
-            self.controller.observe(request)
+            sealed = []
+            if table.committed >= (table.sealed_pages + 1) * self.page_size:
+                sealed = self.lifecycle.seal(request.holder, request.tokens)
+            if request.written >= request.observe_at:
+                self.controller.observe(request)
             return sealed
         if num_tokens < self.page_size:
             # Part of a page: it is computed again as a whole before it may be shared.

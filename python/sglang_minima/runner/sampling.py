@@ -7,8 +7,9 @@ tokens.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -19,18 +20,47 @@ from sglang_minima.sampling_params import SamplingParams
 _MASK = (1 << 64) - 1
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class SamplingRow:
-    """What sampling must know about one sequence."""
+    """What sampling must know about one sequence; one object for its whole life.
+
+    It sees the sequence grow: nothing is copied for the tokens of which only the logits matter.
+    """
 
     params: SamplingParams
     seed: int
-    output_ids: np.ndarray
-    """int32 ids sampled so far."""
-    prompt_ids: np.ndarray
-    """int32; only read for the repetition penalty."""
-    banned: frozenset[int]
-    """Ids that may not be sampled now (stop ids before min_new_tokens)."""
+    tokens: array[int]
+    """Prompt and sampled ids."""
+    prompt_len: int
+    stop_ids: frozenset[int]
+    """Ids that may not be sampled before min_new_tokens."""
+    greedy: bool = field(init=False)
+    penalised: bool = field(init=False)
+    adjusted: bool = field(init=False)
+    """Whether the logits of this row may have to be changed."""
+
+    def __post_init__(self) -> None:
+        params = self.params
+        self.greedy = params.greedy
+        self.penalised = bool(
+            params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1
+        )
+        self.adjusted = bool(self.penalised or params.logit_bias or params.min_new_tokens)
+
+    @property
+    def output_len(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def output_ids(self) -> np.ndarray:
+        """int32 ids sampled so far, a copy."""
+        return np.array(self.tokens[self.prompt_len :], dtype=np.int32)
+
+    @property
+    def banned(self) -> frozenset[int]:
+        """Ids that may not be sampled now."""
+        early = self.output_len < self.params.min_new_tokens
+        return self.stop_ids if early else frozenset()
 
 
 def uniform(seed: int, position: int) -> float:
@@ -53,7 +83,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
     """
     logits = _adjust(logits, rows)
     tokens = logits.argmax(dim=-1)
-    random_rows = [i for i, row in enumerate(rows) if not row.params.greedy]
+    random_rows = [i for i, row in enumerate(rows) if not row.greedy]
     if random_rows:
         index = torch.tensor(random_rows, device=logits.device)
         drawn = _draw(logits.index_select(0, index), [rows[i] for i in random_rows])
@@ -65,23 +95,22 @@ def _adjust(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     """Penalties, biases and bans; copies the logits only when a row needs a change."""
     changed = False
     for i, row in enumerate(rows):
-        params = row.params
-        penalised = (
-            params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1
-        )
-        if not (penalised or params.logit_bias or row.banned):
+        if not row.adjusted:
+            continue
+        params, banned = row.params, row.banned
+        if not (row.penalised or params.logit_bias or banned):
             continue
         if not changed:
             logits = logits.clone()
             changed = True
-        if penalised:
+        if row.penalised:
             _penalise(logits[i], row)
         if params.logit_bias:
             ids = torch.tensor(list(params.logit_bias), device=logits.device)
             values = list(params.logit_bias.values())
             logits[i, ids] += torch.tensor(values, dtype=logits.dtype, device=logits.device)
-        if row.banned:
-            logits[i, torch.tensor(sorted(row.banned), device=logits.device)] = -torch.inf
+        if banned:
+            logits[i, torch.tensor(sorted(banned), device=logits.device)] = -torch.inf
     return logits
 
 
@@ -89,7 +118,7 @@ def _penalise(logits: torch.Tensor, row: SamplingRow) -> None:
     """Applies the three penalties to one row [vocab] in place (definitions as in OpenAI's API)."""
     params = row.params
     if params.repetition_penalty != 1:
-        seen = np.unique(np.concatenate((row.prompt_ids, row.output_ids))).astype(np.int64)
+        seen = np.unique(np.array(row.tokens)).astype(np.int64)
         ids = torch.from_numpy(seen).to(logits.device)
         values = logits[ids]
         penalty = params.repetition_penalty
@@ -108,7 +137,7 @@ def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
         [[row.params.temperature] for row in rows], dtype=torch.float64, device=device
     )
     point = torch.tensor(
-        [[uniform(row.seed, len(row.output_ids))] for row in rows],
+        [[uniform(row.seed, row.output_len)] for row in rows],
         dtype=torch.float64,
         device=device,
     )

@@ -10,6 +10,7 @@ import numpy as np
 
 from minima_radix import Namespace, RequestTable
 from sglang_minima.messages import FinishReason, GenerateRequest, LogProbs
+from sglang_minima.runner.sampling import SamplingRow
 from sglang_minima.scheduler.stopping import StopMatcher
 
 
@@ -30,11 +31,14 @@ class Request:
     sampling_seed: int
     tokens: array[int] = field(init=False)
     prompt_len: int = field(init=False)
+    row: SamplingRow = field(init=False)
     table: RequestTable | None = None
     """The block table while the request holds pages (running), else None (waiting)."""
     written: int = 0
     retier_cursor: int = 0
     """Pages before this position have been handed to the tier controller."""
+    observe_at: int = 0
+    """The tier controller has nothing to see before this many tokens are written."""
     cached_tokens: int = 0
     """Prompt tokens that came from the cache at the first admission."""
     cached_by_tier: dict[str, int] = field(default_factory=dict)
@@ -55,6 +59,13 @@ class Request:
     def __post_init__(self) -> None:
         self.tokens = array("i", self.message.input_ids)
         self.prompt_len = len(self.tokens)
+        self.row = SamplingRow(
+            self.message.sampling,
+            self.sampling_seed,
+            self.tokens,
+            self.prompt_len,
+            self.stop.stop_ids,
+        )
 
     @property
     def rid(self) -> str:

@@ -13,7 +13,6 @@ import random
 import time
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 
 from minima_radix import Namespace, OutOfPages
@@ -21,7 +20,7 @@ from sglang_minima.cache.prefix_cache import PrefixCache
 from sglang_minima.messages import FinishReason, GenerateRequest, TokenOutput
 from sglang_minima.runner.batch import Work, build_batch
 from sglang_minima.runner.model_runner import ModelRunner
-from sglang_minima.runner.sampling import SamplingRow, sample
+from sglang_minima.runner.sampling import sample
 from sglang_minima.scheduler.outputs import (
     is_due,
     record_input_logprobs,
@@ -63,7 +62,12 @@ class Scheduler:
         self._waiting: dict[str, Request] = {}
         self._running: list[Request] = []
         """In order of admission; the last one is preempted first."""
+        self._limit = min(runner.context_length, cache.capacity_tokens)
+        """Most tokens a sequence may have, prompt included."""
+        self._refused_room: int | None = None
+        """Tokens of room with which the first of the waiting was refused; None: not known."""
         self._next_holder = 0
+        self._max_running = args.max_running_requests
         self._random = random.Random(args.random_seed)
         self.statistics = Statistics(args.decode_log_interval)
 
@@ -103,6 +107,7 @@ class Scheduler:
         )
         self._requests[request.rid] = request
         self._waiting[request.rid] = request
+        self._refused_room = None
         self.statistics.received += 1
 
     def abort(self, rid: str) -> None:
@@ -146,18 +151,26 @@ class Scheduler:
         return works
 
     def _admit(self, works: list[tuple[Request, Work]], budget: int) -> None:
+        if not self._waiting or budget <= 0 or len(self._running) >= self._max_running:
+            return
+        # Ordering matches all that wait: not again while nothing says that one will fit.
+        if self._refused_room is not None and self._room() <= self._refused_room:
+            return
+        self._refused_room = None
         prefilling = [request for request in self._running if not request.prefilled]
         match_length = self._cache.match_length
         for request in order_waiting(
             self._waiting.values(), self._args.schedule_policy, match_length
         ):
-            if budget <= 0 or len(self._running) >= self._args.max_running_requests:
+            if budget <= 0 or len(self._running) >= self._max_running:
                 return
             if prefilling and twin_ahead(
                 request, prefilling, match_length(request), self._cache.page_size
             ):
                 continue
             if self._running and not self._fits(request):
+                # What is in prefill now may be what this one shares with it.
+                self._refused_room = None if prefilling else self._room()
                 return
             self._cache.admit(request)
             count = self._chunk(request, budget)
@@ -174,12 +187,16 @@ class Scheduler:
             budget -= count
 
     def _fits(self, request: Request) -> bool:
-        """Admission by memory: what running requests still have to compute comes first, and each
-        of them needs a page to go on decoding."""
+        """Admission by memory."""
+        needed = len(request.tokens) - self._cache.match_length(request) + self._cache.page_size
+        return needed <= self._room()
+
+    def _room(self) -> int:
+        """Tokens of pages for new requests: what running ones still have to compute comes first,
+        and each of them needs a page to go on decoding."""
         page = self._cache.page_size
         promised = sum(page if other.prefilled else other.pending for other in self._running)
-        needed = len(request.tokens) - self._cache.match_length(request) + page
-        return promised + needed <= self._cache.obtainable_tokens()
+        return self._cache.obtainable_tokens() - promised
 
     def _chunk(self, request: Request, budget: int) -> int:
         """How many pending tokens of the request run in this step."""
@@ -199,8 +216,7 @@ class Scheduler:
     def _work(self, request: Request, count: int) -> Work:
         assert request.table is not None
         start = request.written
-        ids = np.array(request.tokens[start : start + count], dtype=np.int32)
-        return Work(request.table, ids, start)
+        return Work(request.table, request.tokens[start : start + count], start)
 
     def _reserve(self, request: Request, count: int) -> bool:
         """Reserves pages, preempting the request admitted last while there is no room.
@@ -212,12 +228,16 @@ class Scheduler:
             if victim is not request:
                 self._preempt(victim)
                 continue
-            alone = len(self._running) == 1
-            self._preempt(request)
-            if alone:
-                self._stall(request)
+            self._give_way(request)
             return False
         return True
+
+    def _give_way(self, request: Request) -> None:
+        """Preempts a request that finds no room for itself."""
+        alone = len(self._running) == 1
+        self._preempt(request)
+        if alone:
+            self._stall(request)
 
     def _stall(self, request: Request) -> None:
         """The only request has no room: it starts again in an empty cache, or ends for good."""
@@ -233,12 +253,13 @@ class Scheduler:
         request.preemptions += 1
         request.prefilled = False
         self._waiting[request.rid] = request
+        self._refused_room = None
         self.statistics.preemptions += 1
 
     def _run(self, works: Sequence[tuple[Request, Work]]) -> None:
         if not works:
             return
-        by_table = {id(work.table): request for request, work in works}
+        by_table = {work.table: request for request, work in works}
         lease = self._cache.lifecycle.begin_read()
         try:
             batch = build_batch([work for _, work in works], self._cache, self._runner.device)
@@ -249,28 +270,23 @@ class Scheduler:
         sampling: list[Request] = []
         row = 0
         for work in batch.works:
-            request = by_table[id(work.table)]
-            rows = hidden[row : row + len(work.token_ids)]
-            row += len(work.token_ids)
-            if request.wants_input_logprobs and not request.prefilled:
-                self._input_logprobs(request, work.start, rows)
-            self._commit(request, len(work.token_ids))
-            if request.table is not None and request.pending == 0:
+            request = by_table[work.table]
+            count = len(work.token_ids)
+            if not request.prefilled and request.wants_input_logprobs:
+                self._input_logprobs(request, work.start, hidden[row : row + count])
+            row += count
+            try:
+                self._cache.commit(request, count)
+            except OutOfPages:
+                # Deterministic mode only: no room to give a page the format of its position.
+                self._give_way(request)
+                continue
+            if request.pending == 0:
                 last_rows.append(row - 1)
                 sampling.append(request)
         if sampling:
             index = torch.tensor(last_rows, device=hidden.device)
             self._sample(sampling, self._runner.logits(hidden.index_select(0, index)))
-
-    def _commit(self, request: Request, count: int) -> None:
-        try:
-            self._cache.commit(request, count)
-        except OutOfPages:
-            # Deterministic mode only: no room to give a page the format of its position.
-            alone = len(self._running) == 1
-            self._preempt(request)
-            if alone:
-                self._stall(request)
 
     def _input_logprobs(self, request: Request, start: int, rows: torch.Tensor) -> None:
         first = max(request.message.logprob_start_len - 1 - start, 0)
@@ -291,7 +307,7 @@ class Scheduler:
                     self._finish(request, FinishReason("length", 0))
                     finished.append(take_output(request, request.finish))
         if drawing:
-            tokens = sample(logits, [_sampling_row(request) for request in drawing])
+            tokens = sample(logits, [request.row for request in drawing])
             record_output_logprobs(drawing, logits, tokens)
             for request, token in zip(drawing, tokens, strict=True):
                 request.tokens.append(token)
@@ -299,7 +315,7 @@ class Scheduler:
                 request.prefilled = True
                 request.first_token_time = request.first_token_time or now
                 reason = request.stop.check(request.tokens, request.prompt_len)
-                if reason is None and len(request.tokens) >= self._limit():
+                if reason is None and len(request.tokens) >= self._limit:
                     reason = FinishReason("length", request.output_len)
                 if reason is not None:
                     self._finish(request, reason)
@@ -309,10 +325,6 @@ class Scheduler:
             self.statistics.generated += len(drawing)
         if finished:
             self._send(finished)
-
-    def _limit(self) -> int:
-        """Most tokens a sequence may have, prompt included."""
-        return min(self._runner.context_length, self._cache.capacity_tokens)
 
     def _fail(self, request: Request, message: str) -> None:
         self._finish(request, FinishReason("abort", message=message, status_code=507))
@@ -325,18 +337,6 @@ class Scheduler:
             self._running.remove(request)
             self._cache.release(request)
         self._waiting.pop(request.rid, None)
+        self._refused_room = None
         del self._requests[request.rid]
         self.statistics.finished(request)
-
-
-def _sampling_row(request: Request) -> SamplingRow:
-    sampling = request.message.sampling
-    view = request.token_view()
-    early = request.output_len < sampling.min_new_tokens
-    return SamplingRow(
-        sampling,
-        request.sampling_seed,
-        view[request.prompt_len :],
-        view[: request.prompt_len],
-        request.stop.stop_ids if early else frozenset(),
-    )

@@ -63,11 +63,14 @@ class Statistics:
         cache: PrefixCache,
     ) -> None:
         """Counts one step and logs it as users expect: every prefill, decodes now and then."""
-        extend = [len(work.token_ids) for _, work in works if len(work.token_ids) > 1]
+        extend: list[int] = []
+        for request, work in works:
+            count = len(work.token_ids)
+            if work.start < request.prompt_len:
+                self.computed_tokens += count
+            if count > 1:
+                extend.append(count)
         decodes = len(works) - len(extend)
-        self.computed_tokens += sum(
-            len(work.token_ids) for request, work in works if work.start < request.prompt_len
-        )
         self._interval_tokens += decodes
         if extend or self._new_requests:
             logger.info(

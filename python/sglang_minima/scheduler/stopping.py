@@ -32,6 +32,9 @@ class StopMatcher:
         self._tokenizer = tokenizer
         self._text = ""
         self._longest = max((len(text) for text in sampling.stop), default=0)
+        self._reads_text = tokenizer is not None and bool(sampling.stop or self._patterns)
+        self._min_new_tokens = sampling.min_new_tokens
+        self._max_new_tokens = sampling.max_new_tokens
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -47,22 +50,22 @@ class StopMatcher:
         """
         produced = len(tokens) - prompt_len
         token = tokens[-1]
-        settled = produced >= self._sampling.min_new_tokens
+        settled = produced >= self._min_new_tokens
         if token in self._stop_ids and settled:
             return FinishReason("stop", token)
-        matched = self._match_text(tokens, prompt_len, settled)
-        if matched is not None:
-            return matched
-        if produced >= self._sampling.max_new_tokens:
-            return FinishReason("length", self._sampling.max_new_tokens)
+        if self._reads_text:
+            matched = self._match_text(tokens, prompt_len, settled)
+            if matched is not None:
+                return matched
+        if produced >= self._max_new_tokens:
+            return FinishReason("length", self._max_new_tokens)
         return None
 
     def _match_text(
         self, tokens: array[int], prompt_len: int, settled: bool
     ) -> FinishReason | None:
-        if self._tokenizer is None or not (self._sampling.stop or self._patterns):
-            return None
         if self._decoder is None:
+            assert self._tokenizer is not None
             self._decoder = IncrementalDecoder(
                 self._tokenizer,
                 list(tokens[max(0, prompt_len - 6) : prompt_len]),
