@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from sglang_minima.models import ModelLoadError, UnsupportedModel, load_model
 from sglang_minima.models.gguf import convert_gguf
 from sglang_minima.models.gguf_file import read_gguf
+from sglang_minima.models.weight_blocks import load_blocks
 
 TOKENS: dict[str, Any] = {
     "model": "gpt2",
@@ -86,6 +87,13 @@ def test_quantised_tensors_keep_their_exact_values(kind: Kind, tmp_path: Path) -
     for key, values in stored.items():
         assert written[key].dtype == torch.float32
         assert torch.equal(written[key], torch.from_numpy(values)), key
+
+    # 4-bit blocks are kept too, with rows in the order of the checkpoint.
+    blocks = load_blocks(tmp_path)
+    matrices = {key for key, values in stored.items() if values.ndim == 2}
+    assert blocks.keys() == (matrices if kind == Kind.Q4_1 else set())
+    for key, kept in blocks.items():
+        torch.testing.assert_close(kept.values(), written[key], rtol=1e-6, atol=1e-7)
 
 
 def llama3_divisors(head_dim: int, theta: float, factor: float) -> np.ndarray:

@@ -16,6 +16,7 @@ from models_support import DenseAttention, run_batch, save_reference
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sglang_minima.models.errors import UnsupportedModel
+from sglang_minima.models.gguf_blocks import GROUP, gguf_blocks, save_blocks
 from sglang_minima.models.layers import Linear
 from sglang_minima.models.loader import load_model
 from sglang_minima.models.quantization import (
@@ -29,14 +30,7 @@ from sglang_minima.models.quantization import (
     fastest,
     supported,
 )
-from sglang_minima.models.weight_blocks import (
-    GROUP,
-    Blocks,
-    gguf_blocks,
-    group_blocks,
-    load_blocks,
-    save_blocks,
-)
+from sglang_minima.models.weight_blocks import Blocks, group_blocks, load_blocks
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 FP16 = supported("fp16", CPU, torch.float32)

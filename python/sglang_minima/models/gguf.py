@@ -17,11 +17,11 @@ import numpy as np
 
 from sglang_minima.models.cache import build_once, cache_dir
 from sglang_minima.models.errors import ModelLoadError
+from sglang_minima.models.gguf_blocks import gguf_blocks, save_blocks
 from sglang_minima.models.gguf_config import hf_config, hf_tensor_name
 from sglang_minima.models.gguf_file import GGUFFile, read_gguf
 from sglang_minima.models.gguf_tokenizer import convert_tokenizer
 from sglang_minima.models.progress import Progress, stderr_progress
-from sglang_minima.models.weight_blocks import gguf_blocks, save_blocks
 
 CONVERSION = 2
 """Part of the cache key: raise it when the output of a conversion changes."""

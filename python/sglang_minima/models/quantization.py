@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from sglang_minima.models.causal_lm import CausalLM
 from sglang_minima.models.errors import UnsupportedModel
+from sglang_minima.models.gguf_blocks import GROUP
 from sglang_minima.models.layers import Linear
-from sglang_minima.models.weight_blocks import GROUP, Blocks, group_blocks
+from sglang_minima.models.weight_blocks import Blocks, group_blocks
 
 Quantization = Literal["none", "fp16", "int8", "int4"]
 
