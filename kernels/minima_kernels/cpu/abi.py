@@ -59,8 +59,6 @@ class DecodePlan(Structure):
                 "row_partials",
             )
         ),
-        ("num_entries", c_int64),
-        ("entry_rows", c_void_p),
     ]
 
 

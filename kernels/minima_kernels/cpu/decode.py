@@ -34,7 +34,6 @@ class NativeDecode(NamedTuple):
     arrays: tuple[IntArray, ...]
     num_rows: int
     num_partials: int
-    num_entries: int
     kinds: tuple[PageKind, ...]
     geometry: KVGeometry
 
@@ -79,17 +78,13 @@ def flatten_decode(
         "row_partial": row_partial,
         "row_partials": row_partials,
     }
-    num_entries = int(first_entries[-1])
     plan = abi.DecodePlan(
         num_rows=num_rows,
         num_items=len(segment),
         num_partials=len(readers),
-        num_entries=num_entries,
-        **{name: array.ctypes.data for name, array in arrays.items()},
+        **{name: array.__array_interface__["data"][0] for name, array in arrays.items()},
     )
-    return NativeDecode(
-        plan, tuple(arrays.values()), num_rows, len(readers), num_entries, kinds, geometry
-    )
+    return NativeDecode(plan, tuple(arrays.values()), num_rows, len(readers), kinds, geometry)
 
 
 def run_native_decode(
@@ -111,7 +106,7 @@ def run_native_decode(
     queries = q.contiguous().float()
     out = torch.empty(flat.num_rows, num_heads, dim)
     lse = torch.empty(flat.num_rows, num_heads)
-    mass = None if entry_rows is None else torch.empty(flat.num_entries, num_heads)
+    mass = None if entry_rows is None else torch.empty(len(entry_rows), num_heads)
     partials = torch.empty(flat.num_partials * num_heads * (dim + 2))
     native.minima_decode(
         ctypes.byref(flat.plan),
@@ -124,6 +119,8 @@ def run_native_decode(
         out.data_ptr(),
         lse.data_ptr(),
         None if mass is None else mass.data_ptr(),
+        None if entry_rows is None else entry_rows.data_ptr(),
+        0 if entry_rows is None else len(entry_rows),
         threads,
     )
     return AttentionOutput(out.to(q.dtype), lse, mass)

@@ -96,7 +96,8 @@ def _declare(native: ctypes.CDLL) -> None:
         *shared,
         pointer,  # arena
         real,
-        *[pointer] * 4,  # partials, out, lse, page mass
+        *[pointer] * 5,  # partials, out, lse, page mass, rows of its entries
+        ctypes.c_int64,
         integer,
     ]
     native.minima_decode.restype = None

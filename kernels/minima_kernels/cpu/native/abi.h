@@ -40,8 +40,6 @@ struct MinimaDecodePlan {
   const int64_t* readers;      // query rows
   const int64_t* row_partial;  // [rows + 1], into row_partials
   const int64_t* row_partials;
-  int64_t num_entries;
-  const int64_t* entry_rows;   // [entries] query row of each page entry
 };
 
 // One extend batch: request i has query rows q_indptr[i] .. q_indptr[i + 1] and reads the runs

@@ -113,7 +113,8 @@ using namespace minima;
 
 void minima_decode(const MinimaDecodePlan* plan, const MinimaGeometry* geometry,
                    const MinimaFormat* formats, const float* q, const uint8_t* arena, float scale,
-                   float* partials, float* out, float* lse, float* page_mass, int threads) {
+                   float* partials, float* out, float* lse, float* page_mass,
+                   const int64_t* entry_rows, int64_t num_entries, int threads) {
   const Level& level = current_level();
   const int heads = geometry->kv_heads;
   const int64_t count = plan->num_partials * heads * geometry->group;
@@ -128,10 +129,10 @@ void minima_decode(const MinimaDecodePlan* plan, const MinimaGeometry* geometry,
                [&](int64_t row, int) { decode.merge(row, out, lse); });
   if (!page_mass) return;
   const int64_t query_heads = heads * geometry->group;
-  for (int64_t entry = 0; entry < plan->num_entries; ++entry) {
+  for (int64_t entry = 0; entry < num_entries; ++entry) {
     for (int64_t head = 0; head < query_heads; ++head) {
       float& mass = page_mass[entry * query_heads + head];
-      mass = std::exp(mass * kLn2 - lse[plan->entry_rows[entry] * query_heads + head]);
+      mass = std::exp(mass * kLn2 - lse[entry_rows[entry] * query_heads + head]);
     }
   }
 }

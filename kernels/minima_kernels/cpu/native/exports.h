@@ -15,12 +15,14 @@ MINIMA_EXPORT int minima_force_level(const char* name);
 MINIMA_EXPORT int minima_register_levels(int levels, int codes, int bits, float step,
                                          const int8_t* centroids, const float* boundaries);
 
-// q, out: float32 [rows, Hq, D]; lse: float32 [rows, Hq]; page_mass: float32 [entries, Hq] or null;
-// partials: scratch of float32 [num_partials, Hq, D + 2].
+// q, out: float32 [rows, Hq, D]; lse: float32 [rows, Hq]; page_mass: float32 [entries, Hq] or null,
+// entry_rows: the query row of each of its entries; partials: scratch of float32
+// [num_partials, Hq, D + 2].
 MINIMA_EXPORT void minima_decode(const MinimaDecodePlan* plan, const MinimaGeometry* geometry,
                                  const MinimaFormat* formats, const float* q, const uint8_t* arena,
                                  float scale, float* partials, float* out, float* lse,
-                                 float* page_mass, int threads);
+                                 float* page_mass, const int64_t* entry_rows, int64_t num_entries,
+                                 int threads);
 
 // q, out: float32 [N, Hq, D]; kv: float32 [2, H, N, D], the new keys and values, and 15 rows of
 // anything behind them; lse: float32 [N, Hq].
