@@ -49,7 +49,7 @@ class ControlRequest(msgspec.Struct, tag=True, array_like=True):
 
     id: str
     method: str
-    """"flush_cache", "info", "check" (idle check of all invariants) or "ping"."""
+    """"flush_cache", "info", "load", "check" (of all invariants, between two steps) or "ping"."""
     arguments: dict[str, Any] = {}
 
 

@@ -85,13 +85,18 @@ class FakeScheduler:
             "dtype": "float32",
         }
 
+    def load(self) -> dict[str, int]:
+        return {
+            "num_running_reqs": len(self.running),
+            "num_queue_reqs": 0,
+            "num_used_tokens": 17,
+        }
+
     def live_info(self) -> dict[str, Any]:
         kind = {"pages_used": 3, "pages_free": 1, "bytes_used": 300, "bytes_free": 100}
         return {
             **self.info(),
-            "num_running_reqs": len(self.running),
-            "num_queue_reqs": 0,
-            "num_used_tokens": 17,
+            **self.load(),
             "token_usage": 0.25,
             "cache": {
                 "arena_bytes": 400,
@@ -137,6 +142,8 @@ class FakeScheduler:
     def control(self, message: ControlRequest) -> ControlReply:
         if message.method == "info":
             return ControlReply(message.id, True, self.live_info())
+        if message.method == "load":
+            return ControlReply(message.id, True, self.load())
         if message.method == "check":
             return ControlReply(message.id, not self.running, "a page is held by a request")
         return ControlReply(message.id, not self.running)

@@ -161,11 +161,11 @@ def add_info_routes(
 
     @answering_errors(openai_error)
     async def get_load(request: Request) -> Response:
-        return json_response([_load(await scheduler_info(), manager)])
+        return json_response([await _load(manager)])
 
     @answering_errors(openai_error)
     async def loads(request: Request) -> Response:
-        entry = _load(await scheduler_info(), manager)
+        entry = await _load(manager)
         return json_response(
             {
                 "timestamp": time.time(),
@@ -210,13 +210,13 @@ def add_info_routes(
     app.add_route("/concate_and_append_request", concatenate, ["POST"])
 
 
-def _load(info: dict[str, Any], manager: TokenizerManager) -> dict[str, Any]:
-    waiting = info.get("num_queue_reqs", 0)
+async def _load(manager: TokenizerManager) -> dict[str, Any]:
+    load = (await manager.control("load")).value
     return {
         "dp_rank": 0,
         "num_reqs": manager.num_running,
-        "num_running_reqs": info.get("num_running_reqs", manager.num_running),
-        "num_waiting_reqs": waiting,
-        "num_tokens": info.get("num_used_tokens", 0),
+        "num_running_reqs": load["num_running_reqs"],
+        "num_waiting_reqs": load["num_queue_reqs"],
+        "num_tokens": load["num_used_tokens"],
         "max_total_num_tokens": manager.limits.max_total_tokens,
     }

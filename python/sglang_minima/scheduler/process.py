@@ -102,6 +102,8 @@ class SchedulerProcess:
             return ControlReply(message.id, True, time.time())
         if message.method == "info":
             return ControlReply(message.id, True, self.info())
+        if message.method == "load":
+            return ControlReply(message.id, True, self.load())
         if message.method == "flush_cache":
             if self.scheduler.busy:
                 return ControlReply(message.id, False, "requests are running or waiting")
@@ -148,14 +150,21 @@ class SchedulerProcess:
             "kv_kinds": [kind.name for kind in self.arena.profile.kinds],
         }
 
-    def info(self) -> dict[str, Any]:
-        """Static facts, cache accounting, counters and routes."""
+    def load(self) -> dict[str, int]:
+        """How busy the scheduler is; routers ask often, so it costs no walk over the cache."""
         scheduler = self.scheduler
         return {
-            **self.static_info(),
             "num_running_reqs": scheduler.running,
             "num_queue_reqs": scheduler.waiting,
             "num_used_tokens": scheduler.running_tokens,
+        }
+
+    def info(self) -> dict[str, Any]:
+        """Static facts, load, cache accounting, counters and routes."""
+        scheduler = self.scheduler
+        return {
+            **self.static_info(),
+            **self.load(),
             "token_usage": usage(self.cache),
             "cache": report(self.cache),
             "statistics": scheduler.statistics.snapshot(),
