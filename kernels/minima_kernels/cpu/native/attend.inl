@@ -1,6 +1,6 @@
 // Attention of some query rows of one KV head over a run of pages, with a running softmax.
 //
-// A tile is at most kTileTokens tokens of consecutive pages. Its keys and values are expanded once
+// A tile is at most kMaxTile tokens of consecutive pages. Its keys and values are expanded once
 // for all rows into two scratch buffers, then rows are taken in blocks. In both products a vector
 // holds LANES outputs and the other factor is broadcast:
 //   scores  C[row][token]   = sum over channels of q[row][channel] * K[channel][token]
@@ -192,16 +192,16 @@ void attend_tile(const AttendJob& job, const MinimaFormat& format, const Chunk* 
   const MinimaGeometry& g = *job.geometry;
   const int dim = g.head_dim;
   Element* keys = reinterpret_cast<Element*>(s.keys);
-  Element* values = reinterpret_cast<Element*>(s.values);
+  // One block of rows is done with the keys when it comes to the values: the same lines of the
+  // first-level cache serve both. Further blocks need both tiles.
+  Element* values = job.rows <= kRowBlock ? keys : reinterpret_cast<Element*>(s.values);
   const Strides key_strides = {is_tq ? dim / 2 : dim, 1}, value_strides = {1, dim / LANES};
 
   // The last valid token may leave lanes of a 16-column group empty: their scores are masked.
   for (int i = 0; i < num_chunks; ++i) {
     const Chunk& chunk = chunks[i];
     const uint8_t* k = chunk.page + format.k_codes + job.head * format.k_codes_head;
-    const uint8_t* v = chunk.page + format.v_codes + job.head * format.v_codes_head;
     expand_keys(format, k, chunk, dim, keys, s.bytes);
-    expand_values(format, v, chunk, dim, values, s.bytes);
     float k_factor = 1, v_factor = 1;
     if (is_tq) {
       k_factor = level_table(format.k_levels).step;
@@ -231,6 +231,7 @@ void attend_tile(const AttendJob& job, const MinimaFormat& format, const Chunk* 
   int block = 0;
   if (job.first_token >= 0 && chunks[0].first > job.first_token)
     block = static_cast<int>(chunks[0].first - job.first_token) * g.group;
+  bool values_expanded = false;
   for (; block < job.rows; block += kRowBlock) {
     const int rows = job.rows - block < kRowBlock ? job.rows - block : kRowBlock;
     const float* q = job.q + static_cast<int64_t>(block) * dim;
@@ -278,9 +279,10 @@ void attend_tile(const AttendJob& job, const MinimaFormat& format, const Chunk* 
     for (int r = 0; r < rows; ++r) {
       const float old_max = job.max[block + r];
       const float new_max = s.best[r] > old_max ? s.best[r] : old_max;
-      s.keep[r] = old_max == new_max ? 1.0f : __builtin_exp2f(old_max - new_max);
+      s.keep[r] = old_max - new_max;
       job.max[block + r] = new_max;
     }
+    for (int r = 0; r < rows; r += LANES) store(s.keep + r, exp2_negative(load(s.keep + r)));
     for (int r = 0; r < rows; ++r) {
       float* row = scores + r * kMaxTile;
       const float new_max = job.max[block + r];
@@ -324,6 +326,11 @@ void attend_tile(const AttendJob& job, const MinimaFormat& format, const Chunk* 
       }
     }
 
+    for (int i = 0; !values_expanded && i < num_chunks; ++i)
+      expand_values(format,
+                    chunks[i].page + format.v_codes + job.head * format.v_codes_head, chunks[i],
+                    dim, values, s.bytes);
+    values_expanded = true;
     if constexpr (is_tq) {
       multiply(values, value_strides, dim / LANES, columns, s.weights, kMaxTile, s.weight_start,
                s.products, dim, rows);

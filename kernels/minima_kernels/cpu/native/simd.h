@@ -21,18 +21,18 @@ INLINE VF to_float(VI v) { return __builtin_convertvector(v, VF); }
 INLINE VI to_int(VF v) { return __builtin_convertvector(v, VI); }
 INLINE VF vmax(VF a, VF b) { return a > b ? a : b; }
 
-// 2**x for x <= 0; below -126 it gives 2**-126. Relative error below 3e-7.
+// 2**x for x <= 0; below -126 it gives 2**-126. Exact at 0; relative error below 3e-7.
 INLINE VF exp2_negative(VF x) {
   x = vmax(x, splat(-126.0f));
   // Adding 1.5 * 2**23 leaves the nearest integer in the low bits of the sum.
   const VF shifted = x + 0x1.8p23f;
   const VF f = x - (shifted - 0x1.8p23f);
-  VF p = splat(1.339086336e-3f);
-  p = p * f + 9.676031918e-3f;
-  p = p * f + 5.550357114e-2f;
-  p = p * f + 2.402210749e-1f;
-  p = p * f + 6.931471880e-1f;
-  p = p * f + 1.000000075f;
+  VF p = splat(1.326465428e-3f);
+  p = p * f + 9.671517651e-3f;
+  p = p * f + 5.550733985e-2f;
+  p = p * f + 2.402224198e-1f;
+  p = p * f + 6.931469774e-1f;
+  p = p * f + 1.0f;
   return reinterpret_cast<VF>(reinterpret_cast<VI>(p) + (reinterpret_cast<VI>(shifted) << 23));
 }
 

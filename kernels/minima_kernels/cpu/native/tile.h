@@ -1,6 +1,6 @@
 // Tiles: bounds, and the pages that one is made of. Included inside a level's namespace.
 
-constexpr int kMaxTile = 64;
+constexpr int kMaxTile = 128;
 constexpr int kRowBlock = 48;
 constexpr int kTileBytes = 16384;  // of each of the two buffers, while head_dim is at most 256
 constexpr int kMaxChunks = kMaxTile / 16;

@@ -31,18 +31,20 @@ INLINE void transpose(__m256i rows[8]) {
   }
 }
 
-// Bit fields of BITS bits. A code is brought to the top of a 16-bit lane by a byte shuffle and a
-// multiplication, and down by a shift; then a byte shuffle looks the centroid up. High bytes index
-// entry 0 of the table, which is zero.
+// Bit fields of BITS bits. A byte shuffle brings the byte or two that hold a code into a 16-bit lane,
+// the high half of a product shifts it down by a count of its own, and after a mask a byte shuffle
+// looks the centroid up. High bytes index entry 0 of the table, which is zero.
 template <int BITS>
 struct Fields {
-  // Shuffle that puts code `code`, counted in bits from byte 0 of its 128-bit lane, into the 16-bit
-  // lane `lane`, and the factor that then moves it to the top.
+  // For code `code`, counted from byte 0 of a 128-bit lane, in 16-bit lane `lane`: the shuffle, and
+  // the factor that shifts by 16 - log2(factor).
   static void set(int lane, int code, int8_t* shuffle, uint16_t* factor) {
-    const int byte = BITS * code / 8, shift = BITS * code % 8;
-    shuffle[2 * lane] = static_cast<int8_t>(byte);
+    int byte = BITS * code / 8, shift = BITS * code % 8;
+    // A factor of 2**16 does not exist: codes at the start of a byte use it as the high one.
+    if (shift == 0) --byte, shift = 8;
+    shuffle[2 * lane] = static_cast<int8_t>(shift == 8 ? -128 : byte);
     shuffle[2 * lane + 1] = static_cast<int8_t>(shift + BITS > 8 ? byte + 1 : -128);
-    factor[lane] = static_cast<uint16_t>(1 << (16 - BITS - shift));
+    factor[lane] = static_cast<uint16_t>(1 << (16 - shift));
   }
 
   alignas(32) int8_t key_shuffle[4][32];
@@ -73,8 +75,9 @@ struct Fields {
 
 template <int BITS>
 INLINE __m256i look_up(__m256i packed, __m256i shuffle, __m256i factor, __m256i table) {
-  const __m256i lanes = _mm256_mullo_epi16(_mm256_shuffle_epi8(packed, shuffle), factor);
-  return _mm256_shuffle_epi8(table, _mm256_srli_epi16(lanes, 16 - BITS));
+  const __m256i lanes = _mm256_mulhi_epu16(_mm256_shuffle_epi8(packed, shuffle), factor);
+  const __m256i mask = _mm256_set1_epi16((1 << BITS) - 1);
+  return _mm256_shuffle_epi8(table, _mm256_and_si256(lanes, mask));
 }
 
 // 64 codes of a row as eight 32-bit lanes of eight codes each.
@@ -127,18 +130,19 @@ void values_from_fields(const uint8_t* codes, const uint8_t* centroids, const Ch
   const Fields<BITS>& fields = Fields<BITS>::instance();
   const __m256i table = _mm256_broadcastsi128_si256(load128(centroids));
   const __m256i shuffle = load256(fields.value_shuffle), factor = load256(fields.value_factor);
-  const int row_bytes = dim * BITS / 8;
-  for (int t = 0; t < chunk.columns; t += 2) {
-    const uint8_t* row = codes + static_cast<int64_t>(chunk.first + t) * row_bytes;
-    for (int d = 0; d < dim; d += 16) {
-      const uint8_t* p = row + d * BITS / 8;
-      const __m256i a = look_up<BITS>(_mm256_broadcastsi128_si256(load128(p)), shuffle, factor,
+  // Steps are pointers: index arithmetic per vector costs as much as the vector.
+  const int64_t row_bytes = dim * BITS / 8;
+  const uint8_t* row = codes + chunk.first * row_bytes;
+  const uint8_t* end = row + chunk.columns * row_bytes;
+  int16_t* out = values + static_cast<int64_t>(chunk.column) * dim;
+  for (; row < end; row += row_bytes) {
+    for (const uint8_t* stop = row + row_bytes; row < stop; row += 2 * BITS, out += 32) {
+      const __m256i a = look_up<BITS>(_mm256_broadcastsi128_si256(load128(row)), shuffle, factor,
                                       table);
-      const __m256i b = look_up<BITS>(_mm256_broadcastsi128_si256(load128(p + row_bytes)), shuffle,
-                                      factor, table);
-      const int pair = (chunk.column + t) / 2;
-      store256(values + 2 * (pair * dim + d), _mm256_unpacklo_epi16(a, b));
-      store256(values + 2 * (pair * dim + d + 8), _mm256_unpackhi_epi16(a, b));
+      const __m256i b = look_up<BITS>(_mm256_broadcastsi128_si256(load128(row + row_bytes)),
+                                      shuffle, factor, table);
+      store256(out, _mm256_unpacklo_epi16(a, b));
+      store256(out + 16, _mm256_unpackhi_epi16(a, b));
     }
   }
 }
@@ -261,32 +265,30 @@ void expand_keys(const MinimaFormat& format, const uint8_t* codes, const Chunk& 
   }
 }
 
+// Eight values of a row, as they are in a tile.
 template <int TYPE>
-INLINE __m256i load_floats(const uint8_t* row, int d) {
+INLINE __m256i load_floats(const uint8_t* p) {
   if constexpr (TYPE == kFP8) {
     const __m256i wide =
-        _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(row + d)));
+        _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
     return _mm256_and_si256(_mm256_slli_epi32(wide, 20), _mm256_set1_epi32(kFP8Mask));
   }
-  if constexpr (TYPE == kBF16)
-    return _mm256_slli_epi32(_mm256_cvtepu16_epi32(load128(row + 2 * d)), 16);
-  if constexpr (TYPE == kF16) return _mm256_castps_si256(_mm256_cvtph_ps(load128(row + 2 * d)));
-  return load256(row + 4 * d);
+  if constexpr (TYPE == kBF16) return _mm256_slli_epi32(_mm256_cvtepu16_epi32(load128(p)), 16);
+  if constexpr (TYPE == kF16) return _mm256_castps_si256(_mm256_cvtph_ps(load128(p)));
+  return load256(p);
 }
 
 template <int TYPE>
 void values_from_rows(const uint8_t* codes, const Chunk& chunk, int dim,
                       float* values) {
-  const int row_bytes = TYPE == kFP8 ? dim : TYPE == kF32 ? 4 * dim : 2 * dim;
-  for (int t = 0; t < chunk.tokens; ++t) {
-    const uint8_t* row = codes + static_cast<int64_t>(chunk.first + t) * row_bytes;
-    for (int d = 0; d < dim; d += 8)
-      store256(values + (chunk.column + t) * dim + d, load_floats<TYPE>(row, d));
-  }
+  constexpr int kWidth = TYPE == kFP8 ? 1 : TYPE == kF32 ? 4 : 2;
+  const uint8_t* p = codes + static_cast<int64_t>(chunk.first) * dim * kWidth;
+  float* out = values + static_cast<int64_t>(chunk.column) * dim;
+  const float* valid = out + chunk.tokens * dim;
+  const float* end = out + chunk.columns * dim;
+  for (; out < valid; p += 8 * kWidth, out += 8) store256(out, load_floats<TYPE>(p));
   // Bytes behind the last token may be anything; a weight of zero does not undo a NaN.
-  for (int t = chunk.tokens; t < chunk.columns; ++t)
-    for (int d = 0; d < dim; d += 8)
-      store256(values + (chunk.column + t) * dim + d, _mm256_setzero_si256());
+  for (; out < end; out += 8) store256(out, _mm256_setzero_si256());
 }
 
 void expand_values(const MinimaFormat& format, const uint8_t* codes, const Chunk& chunk, int dim,
