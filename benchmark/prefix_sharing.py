@@ -67,10 +67,9 @@ async def take_turn(session: aiohttp.ClientSession, client: Client, new_tokens: 
     async with session.post("/generate", json=body) as response:
         response.raise_for_status()
         async for line in response.content:
-            data = line.removeprefix(b"data: ").strip()
-            if not data or data == b"[DONE]":
+            if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
                 continue
-            reply = json.loads(data)
+            reply = json.loads(line.removeprefix(b"data: "))
             if "error" in reply:
                 raise RuntimeError(f"the server answered {reply['error']}")
             if first is None:
