@@ -309,13 +309,15 @@ class Scheduler:
         if drawing:
             tokens = sample(logits, [request.row for request in drawing])
             record_output_logprobs(drawing, logits, tokens)
+            limit = self._limit
             for request, token in zip(drawing, tokens, strict=True):
                 request.tokens.append(token)
                 request.unsent.append(token)
-                request.prefilled = True
-                request.first_token_time = request.first_token_time or now
+                if not request.prefilled:
+                    request.prefilled = True
+                    request.first_token_time = request.first_token_time or now
                 reason = request.stop.check(request.tokens, request.prompt_len)
-                if reason is None and len(request.tokens) >= self._limit:
+                if reason is None and len(request.tokens) >= limit:
                     reason = FinishReason("length", request.output_len)
                 if reason is not None:
                     self._finish(request, reason)
