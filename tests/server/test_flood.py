@@ -10,6 +10,7 @@ import asyncio
 import json
 import random
 import signal
+import socket
 import threading
 import time
 from collections import Counter
@@ -468,14 +469,28 @@ def test_killed_scheduler_ends_streams_with_an_error(tiny_dir: Path, temporary: 
     assert not list(temporary.iterdir())
 
 
+def post_by_hand(server: RunningServer, body: bytes, length: int) -> socket.socket:
+    """Sends the beginning of a request, and reads nothing."""
+    port = int(server.url.rsplit(":", 1)[-1])
+    connection = socket.create_connection(("127.0.0.1", port))
+    head = "POST /generate HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
+    connection.sendall(f"{head}Content-Length: {length}\r\n\r\n".encode() + body)
+    return connection
+
+
 def test_sigterm_under_load_is_a_quick_clean_end(tiny_dir: Path, temporary: Path) -> None:
     server = start_tiny(tiny_dir)
     assert len(list(temporary.iterdir())) == 1
     children = psutil.Process(server.process.pid).children(recursive=True)
     threads, ends = open_streams(server, 24)
-    started = time.monotonic()
-    server.process.send_signal(signal.SIGTERM)
-    output = server.process.communicate(timeout=20)[0]
+    sampling = {"max_new_tokens": 450, "ignore_eos": True}
+    body = json.dumps({"text": "x", "sampling_params": sampling, "stream": True}).encode()
+    with post_by_hand(server, body, len(body)), post_by_hand(server, b"{", 1000):
+        started = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        server.process.send_signal(signal.SIGINT)  # somebody is impatient
+        output = server.process.communicate(timeout=20)[0]
     assert time.monotonic() - started < 5
     assert server.process.returncode == 0, output
     assert "Traceback" not in output, output

@@ -159,6 +159,17 @@ def test_disconnect_aborts(strict: RunningServer, path: str, stream: bool) -> No
     eventually(lambda: rid in aborted(strict) and running(strict) == 0)
 
 
+def test_disconnect_in_the_middle_of_a_body(strict: RunningServer) -> None:
+    port = int(strict.url.rsplit(":", 1)[-1])
+    head = f"POST /generate HTTP/1.1\r\nHost: test\r\nAuthorization: {KEY['Authorization']}\r\n"
+    for _ in range(3):
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            connection.sendall(f"{head}Content-Length: 1000\r\n\r\n{{".encode())
+            time.sleep(0.1)
+    # That the log shows no traceback is asserted when the server has ended.
+    assert strict.get("/health").status_code == 200
+
+
 def test_scheduler_death_ends_the_server(model_dir: Path) -> None:
     server = start_server(program(model_dir))
     replies: list[requests.Response] = []

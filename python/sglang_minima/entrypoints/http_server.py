@@ -7,6 +7,7 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
@@ -26,29 +27,51 @@ from sglang_minima.tokenization.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-_DRAIN_SECONDS = 3
+_DRAIN_SECONDS = 2.0
 """How long running requests may go on after the server was asked to end. Those that need longer are
 told so: supervisors soon kill a process that lingers, and a dropped stream explains nothing."""
-_DEAF_SECONDS = 1
-"""How much longer the server waits for clients that do not read their answer."""
+_DEAF_SECONDS = 1.0
+"""How long clients may then take to read their answer before they are cut off."""
 _KEEP_ALIVE_SECONDS = 60
 """Longer than the idle time after which usual clients drop pooled connections themselves."""
 _BACKLOG = 2048
 
 
 class _DrainingServer(uvicorn.Server):
-    """Calls `give_up` when requests still run `_DRAIN_SECONDS` after the server began to end."""
+    """Ends in bounded time, whatever clients do.
+
+    Args:
+        config: of the server.
+        give_up: called when requests still run `drain_seconds` after the server began to end.
+    """
 
     def __init__(self, config: uvicorn.Config, give_up: Callable[[], None]) -> None:
         super().__init__(config)
+        self.drain_seconds = _DRAIN_SECONDS
         self._give_up = give_up
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        super().handle_exit(sig, frame)
+        # A second Ctrl-C would tear everything down in the middle of the answers.
+        self.force_exit = False
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        timer = asyncio.get_running_loop().call_later(_DRAIN_SECONDS, self._give_up)
+        loop = asyncio.get_running_loop()
+        timers = (
+            loop.call_later(self.drain_seconds, self._give_up),
+            loop.call_later(self.drain_seconds + _DEAF_SECONDS, self._cut_connections),
+        )
         try:
             await super().shutdown(sockets)
         finally:
-            timer.cancel()
+            for timer in timers:
+                timer.cancel()
+
+    def _cut_connections(self) -> None:
+        """Ends connections to clients that neither send the rest of a body nor read an answer."""
+        for connection in list(self.server_state.connections):
+            if connection.transport is not None:
+                connection.transport.abort()
 
 
 class HttpServer:
@@ -78,7 +101,6 @@ class HttpServer:
             loop="uvloop",
             log_config=None,
             access_log=args.log_level == "debug",
-            timeout_graceful_shutdown=_DRAIN_SECONDS + _DEAF_SECONDS,
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             backlog=_BACKLOG,
         )
@@ -122,6 +144,7 @@ class HttpServer:
             self._death = self._death or reason
             logger.error("%s; the server ends", reason)
             manager.fail(reason)
+            self._server.drain_seconds = 0.0
             self._server.should_exit = True
 
         self._group.watch(loop, died)

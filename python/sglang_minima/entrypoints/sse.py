@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import orjson
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -131,7 +131,7 @@ def answering_errors(error_body: ErrorBody) -> Callable[[Handler], Handler]:
         async def wrapped(request: Request) -> Response:
             try:
                 return await handler(request)
-            except ClientGone:
+            except (ClientGone, ClientDisconnect):
                 return Response(status_code=CLIENT_CLOSED)
             except Exception as error:
                 failure = to_http_error(error)
