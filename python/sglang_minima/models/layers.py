@@ -57,9 +57,10 @@ class Rotary(nn.Module):
         self.inverse = torch.tensor(self._frequencies.inverse, dtype=torch.float32, device=device)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions int64 [N] -> cos, sin float32 [N, 1, head_dim / 2]."""
+        """positions int64 [N] -> cos, sin float32 [N, 1, head_dim], as `rotate` takes them."""
         angles = positions[:, None, None].to(torch.float32) * self.inverse
         cos, sin = angles.cos(), angles.sin()
+        cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
         amplitude = self._frequencies.amplitude
         return (cos, sin) if amplitude == 1.0 else (cos * amplitude, sin * amplitude)
 
@@ -69,13 +70,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Args:
         x: [N, heads, D].
-        cos, sin: float32 [N, 1, D / 2].
+        cos, sin: float32 [N, 1, D], of both halves; sin is negative for the first.
 
     Returns:
         [N, heads, D], contiguous, dtype of x (the products are in float32).
     """
-    first, second = x.float().chunk(2, dim=-1)
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    wide = x.float()
+    rotated = wide * cos + wide.roll(x.shape[-1] // 2, dims=-1) * sin
     return rotated.to(x.dtype)
 
 
@@ -98,10 +99,15 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, backend: AttentionBackend) -> Tensor:
         heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
-        q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        sizes = (self.num_heads, self.num_kv_heads)
+        if self.q_norm is None or self.k_norm is None:
+            # One pass over q and k together: at few rows each small operation counts.
+            qk, v = heads.split((sum(sizes), self.num_kv_heads), dim=1)
+            q, k = rotate(qk, cos, sin).split(sizes, dim=1)
+            q, k = q.contiguous(), k.contiguous()
+        else:
+            q, k, v = heads.split((*sizes, self.num_kv_heads), dim=1)
+            q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
         attended = backend.attend(self.layer, q, k, v).reshape(x.shape[0], -1)
         out: Tensor = self.o_proj(attended)
         return out
