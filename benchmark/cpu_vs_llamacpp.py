@@ -4,10 +4,10 @@
 
 16 conversations of 4 turns begin with the same system prompt of 1,500 tokens; the clients of a turn
 send their requests at the same moment, greedily, streaming over HTTP, with as many threads on both
-sides. Every run has a fresh server with an empty cache. llama.cpp is run with 1 to 16 slots, then
-with each other setting of its cache, KV type and attention on top of the best number of slots, and
-with those that helped together; what is compared is its best figure of each kind, from whichever
-settings gave it. Single streams are measured apart, alone on a fresh server.
+sides. Every run has a fresh server with an empty cache. llama.cpp is run with its defaults, with
+each setting of its cache, KV type and attention that could help, and with those that helped
+together on 1 to 16 slots; what is compared is its best figure of each kind, from whichever settings
+gave it. Single streams are measured apart, alone on a fresh server.
 
 PATH is a natively built llama-server (or set LLAMA_SERVER). The prebuilt server of the package
 xllamacpp is the second peer where that package is installed, and tuned itself where it is the only
@@ -56,7 +56,10 @@ VARIATIONS: tuple[dict[str, Any], ...] = (
     {"flash": "off"},
     {"cache_reuse": 256},
     {"idle_cache": False},
+    {"similarity": 0.0},
 )
+NOISE = 0.02
+"""A variation helps if it is faster by more than this share."""
 SINGLE_STREAM_SETTINGS = (
     LlamaSettings(slots=1),
     LlamaSettings(slots=1, flash="off"),
@@ -64,24 +67,17 @@ SINGLE_STREAM_SETTINGS = (
 )
 
 
-def tune(run: Callable[[LlamaSettings], Row]) -> list[tuple[LlamaSettings, Row]]:
-    """Runs the slots, every variation of the fastest, and those that made it faster together."""
-    tried = [(settings, run(settings)) for settings in (LlamaSettings(slots=n) for n in SLOTS)]
-    base, base_row = min(tried, key=_total)
-    helpful: dict[str, Any] = {}
-    for variation in VARIATIONS:
-        settings = replace(base, **variation)
-        tried.append((settings, run(settings)))
-        if _total(tried[-1]) < base_row["total_s"]:
-            helpful |= variation
-    together = replace(base, **helpful)
-    if together.possible and together not in [settings for settings, _ in tried]:
-        tried.append((together, run(together)))
-    return tried
-
-
-def _total(tried: tuple[LlamaSettings, Row]) -> float:
-    return float(tried[1]["total_s"])
+def helpful_settings(run: Callable[[LlamaSettings], Row]) -> LlamaSettings:
+    """llama.cpp's defaults with every variation that made them faster when run alone."""
+    base = LlamaSettings()
+    needed = run(base)["total_s"] * (1 - NOISE)
+    best = base
+    gains = [(run(replace(base, **each))["total_s"], each) for each in VARIATIONS]
+    for seconds, variation in sorted(gains, key=lambda gain: float(gain[0])):
+        together = replace(best, **variation)
+        if seconds < needed and together.possible:
+            best = together
+    return best
 
 
 class Bench:
@@ -115,21 +111,21 @@ class Bench:
         print(_line(row), file=sys.stderr, flush=True)
         return row
 
-    def llama_all(self, build: LlamaBuild, settings: Sequence[LlamaSettings]) -> LlamaSettings:
-        """All its runs; tunes it where no settings are given. Returns the fastest settings."""
-        first, *more = self.options.new_tokens
-        if settings:
-            tried = [(each, self.llama(build, each, first)) for each in settings]
-        else:
-            tried = tune(lambda each: self.llama(build, each, first))
-        fastest = min(tried, key=_total)[0]
-        soonest = min(tried, key=lambda each: each[1]["ttft_p50_s"])[0]
-        for new_tokens in more:
-            for each in dict.fromkeys((fastest, soonest)):
-                self.llama(build, each, new_tokens)
+    def llama_all(
+        self, build: LlamaBuild, settings: Sequence[LlamaSettings]
+    ) -> list[LlamaSettings]:
+        """All its runs; finds the settings where none are given. Returns the fastest per length."""
+        lengths = self.options.new_tokens
+        if not settings:
+            helpful = helpful_settings(lambda each: self.llama(build, each, lengths[0]))
+            settings = [replace(helpful, slots=slots) for slots in SLOTS]
+        fastest = []
+        for new_tokens in lengths:
+            rows = {each: self.llama(build, each, new_tokens) for each in settings}
+            fastest.append(min(rows, key=lambda each: float(rows[each]["total_s"])))
         for each in SINGLE_STREAM_SETTINGS:
             self.llama(build, each, None)
-        return fastest
+        return list(dict.fromkeys(fastest))
 
 
 def check_same_work(rows: Sequence[Row]) -> None:
@@ -265,7 +261,7 @@ def main() -> None:
         peers.append(LlamaBuild.prebuilt())
     settings = list(options.llama_settings)
     for peer in peers:
-        settings = [bench.llama_all(peer, settings)]
+        settings = bench.llama_all(peer, settings)
     check_same_work(bench.rows)
     claims: list[Claim] = []
     if peers:

@@ -44,6 +44,10 @@ class LlamaSettings:
     """Shortest piece of a cached prompt that is moved to another position, 0: none."""
     idle_cache: bool = True
     """Idle slots are copied to the prompt cache in memory and cleared."""
+    similarity: float = 0.1
+    """Share of a prompt that a slot must hold to be taken for it, and what else it holds is lost.
+    0: the slot idle for longest is taken, after what it holds went to the prompt cache and the
+    best match came from there."""
 
     @property
     def possible(self) -> bool:
@@ -55,7 +59,7 @@ class LlamaSettings:
             *("-np", str(self.slots), "-c", str(SLOT_TOKENS * self.slots)),
             "--kv-unified" if self.unified else "--no-kv-unified",
             *("-ctk", self.kv_type, "-ctv", self.kv_type, "-fa", self.flash),
-            *("--cache-reuse", str(self.cache_reuse)),
+            *("--cache-reuse", str(self.cache_reuse), "-sps", str(self.similarity)),
             "--cache-idle-slots" if self.idle_cache else "--no-cache-idle-slots",
         ]
 
@@ -71,8 +75,8 @@ class LlamaSettings:
         for item in text.split():
             name, _, value = item.partition("=")
             kind = kinds.get(name)
-            if kind == "int":
-                values[name] = int(value)
+            if kind in ("int", "float"):
+                values[name] = int(value) if kind == "int" else float(value)
             elif kind == "bool" and value in ("on", "off"):
                 values[name] = value == "on"
             elif kind == "str" and value:
@@ -203,6 +207,7 @@ def serve_prebuilt(argv: Sequence[str]) -> None:
     parser.add_argument("-ctv", dest="v_type", required=True)
     parser.add_argument("-fa", dest="flash", choices=("auto", "on", "off"), required=True)
     parser.add_argument("--cache-reuse", type=int, required=True)
+    parser.add_argument("-sps", dest="similarity", type=float, required=True)
     parser.add_argument("--cache-idle-slots", action=argparse.BooleanOptionalAction, required=True)
     options = parser.parse_args(argv)
     flash = {"auto": "AUTO", "on": "ENABLED", "off": "DISABLED"}[options.flash]
@@ -220,6 +225,7 @@ def serve_prebuilt(argv: Sequence[str]) -> None:
     params.cache_type_v = xllamacpp.ggml_type[f"GGML_TYPE_{options.v_type.upper()}"]
     params.flash_attn_type = xllamacpp.llama_flash_attn_type[f"LLAMA_FLASH_ATTN_TYPE_{flash}"]
     params.n_cache_reuse = options.cache_reuse
+    params.slot_prompt_similarity = options.similarity
     params.cache_idle_slots = options.cache_idle_slots
     print(xllamacpp.get_system_info(), flush=True)
     server = xllamacpp.Server(params)

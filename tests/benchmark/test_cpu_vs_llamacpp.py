@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import importlib.util
 import json
@@ -43,6 +44,7 @@ LOG = """\
         flash=st.sampled_from(("auto", "off")),
         cache_reuse=st.integers(0, 512),
         idle_cache=st.booleans(),
+        similarity=st.floats(0, 1),
     )
 )
 def test_settings_are_read_as_they_are_shown(settings: LlamaSettings) -> None:
@@ -68,7 +70,7 @@ def test_both_builds_are_started_with_the_same_arguments(monkeypatch: pytest.Mon
     )
     monkeypatch.setitem(sys.modules, "xllamacpp", package)
     monkeypatch.setattr("signal.pause", lambda: None)
-    settings = LlamaSettings(8, False, "q8_0", "auto", 256, False)
+    settings = LlamaSettings(8, False, "q8_0", "auto", 256, False, 0.5)
     argv = ["-m", "a.gguf", "--port", "80", "-t", "2", "--slots", *settings.arguments()]
     llama_server.serve_prebuilt(argv)
     assert (params.n_parallel, params.n_ctx, params.kv_unified) == (8, 8 * 4096, False)
@@ -82,6 +84,7 @@ def test_both_builds_are_started_with_the_same_arguments(monkeypatch: pytest.Mon
         False,
         True,
     )
+    assert params.slot_prompt_similarity == 0.5
     assert params.cpuparams.n_threads == params.cpuparams_batch.n_threads == 2
 
 
@@ -108,27 +111,56 @@ def test_a_server_that_ends_is_told_with_its_output() -> None:
 # --- the search -----------------------------------------------------------------------------------
 
 
-def _tuned(seconds: Callable[[LlamaSettings], float]) -> list[LlamaSettings]:
-    tried = cpu_vs_llamacpp.tune(lambda each: {"total_s": seconds(each)})
-    assert [row["total_s"] for _, row in tried] == [seconds(each) for each, _ in tried]
-    return [each for each, _ in tried]
-
-
-def test_search_combines_what_helped_the_best_number_of_slots() -> None:
+def test_search_combines_what_helped() -> None:
     def seconds(each: LlamaSettings) -> float:
-        return abs(each.slots - 8) + 10 - (each.kv_type == "q8_0") - 2 * (not each.unified)
+        return 10 - (each.kv_type == "q8_0") - 2 * (not each.unified) + 3 * (not each.idle_cache)
 
-    tried = _tuned(seconds)
-    assert tried[-1] == LlamaSettings(slots=8, kv_type="q8_0", unified=False)
-    assert min(tried, key=seconds) == tried[-1]
-    assert len(set(tried)) == len(tried) == 11
+    runs: list[LlamaSettings] = []
+
+    def run(each: LlamaSettings) -> dict[str, Any]:
+        runs.append(each)
+        return {"total_s": seconds(each)}
+
+    best = cpu_vs_llamacpp.helpful_settings(run)
+    assert best == LlamaSettings(kv_type="q8_0", unified=False)
+    assert runs[0] == LlamaSettings() and len(set(runs)) == len(runs)
 
 
-def test_search_runs_no_impossible_combination_and_nothing_twice() -> None:
-    both = _tuned(lambda each: 10 - (each.kv_type == "q8_0") - (each.flash == "off"))
-    assert all(each.possible for each in both) and len(both) == 10
-    one = _tuned(lambda each: 10 - (not each.idle_cache))
-    assert len(set(one)) == len(one) == 10
+def test_search_keeps_the_better_of_two_that_exclude_each_other() -> None:
+    gains = {("q8_0", "auto"): 1.0, ("f16", "off"): 2.0}
+    best = cpu_vs_llamacpp.helpful_settings(
+        lambda each: {"total_s": 10 - gains.get((each.kv_type, each.flash), 0.0)}
+    )
+    assert best == LlamaSettings(flash="off") and best.possible
+
+
+def test_noise_is_no_help() -> None:
+    best = cpu_vs_llamacpp.helpful_settings(lambda each: {"total_s": 10 - 0.1 * each.cache_reuse})
+    assert best == LlamaSettings(cache_reuse=256)
+    best = cpu_vs_llamacpp.helpful_settings(
+        lambda each: {"total_s": 10.0 - 0.1 * (each.cache_reuse > 0)}
+    )
+    assert best == LlamaSettings()
+
+
+def test_the_sweep_over_slots_is_run_for_every_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short answers are fastest with one slot here, long ones with sixteen."""
+    bench = cpu_vs_llamacpp.Bench(argparse.Namespace(new_tokens=[24, 64]), Path(), "")
+    runs: list[tuple[LlamaSettings, int | None]] = []
+
+    def llama(build: LlamaBuild, each: LlamaSettings, tokens: int | None) -> dict[str, Any]:
+        runs.append((each, tokens))
+        slope = 1 if tokens == 24 else -1
+        return {"total_s": 100 + slope * each.slots - 50 * (each.similarity == 0)}
+
+    monkeypatch.setattr(bench, "llama", llama)
+    fastest = bench.llama_all(LlamaBuild("x", ()), [])
+    assert fastest == [LlamaSettings(slots=slots, similarity=0.0) for slots in (1, 16)]
+    assert [each.slots for each, tokens in runs if tokens == 64] == [1, 2, 4, 8, 16]
+    assert sum(tokens is None for _, tokens in runs) == 3
+    runs.clear()
+    assert bench.llama_all(LlamaBuild("y", ()), fastest) == fastest
+    assert len(runs) == 4 + 3
 
 
 # --- the load -------------------------------------------------------------------------------------
