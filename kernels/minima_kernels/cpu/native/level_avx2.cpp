@@ -47,8 +47,8 @@ INLINE VF load_halves(const uint8_t* p) {
   return reinterpret_cast<VF>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 }
 INLINE VI dot(VI total, VS a, VS b) {
-  return total + reinterpret_cast<VI>(
-      _mm256_madd_epi16(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
+  return wrapping_add(total, reinterpret_cast<VI>(_mm256_madd_epi16(
+                                 reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b))));
 }
 
 #include "tile.h"

@@ -30,7 +30,9 @@ INLINE VF load_halves(const uint8_t* p) {
 }
 INLINE VI dot(VI total, VS a, VS b) {
   const VI x = reinterpret_cast<VI>(a), y = reinterpret_cast<VI>(b);
-  return total + ((x << 16) >> 16) * ((y << 16) >> 16) + (x >> 16) * (y >> 16);
+  const VI low_x = reinterpret_cast<VI>(reinterpret_cast<VU>(x) << 16) >> 16;
+  const VI low_y = reinterpret_cast<VI>(reinterpret_cast<VU>(y) << 16) >> 16;
+  return wrapping_add(total, wrapping_add(low_x * low_y, (x >> 16) * (y >> 16)));
 }
 
 #include "tile.h"

@@ -3,6 +3,7 @@
 
 typedef float VF __attribute__((vector_size(4 * LANES), aligned(4 * LANES)));
 typedef int32_t VI __attribute__((vector_size(4 * LANES), aligned(4 * LANES)));
+typedef uint32_t VU __attribute__((vector_size(4 * LANES), aligned(4 * LANES)));
 typedef int16_t VS __attribute__((vector_size(4 * LANES), aligned(4 * LANES)));
 typedef int16_t VHalf __attribute__((vector_size(2 * LANES), aligned(2)));
 typedef float VFU __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -17,6 +18,10 @@ INLINE void store(float* p, VF v) { *reinterpret_cast<VFU*>(p) = v; }
 INLINE void store(int32_t* p, VI v) { *reinterpret_cast<VIU*>(p) = v; }
 INLINE VF splat(float x) { return x - VF{}; }
 INLINE VI splat(int32_t x) { return x - VI{}; }
+// Sums of products may pass 2**31 on their way to a result that does not.
+INLINE VI wrapping_add(VI a, VI b) {
+  return reinterpret_cast<VI>(reinterpret_cast<VU>(a) + reinterpret_cast<VU>(b));
+}
 INLINE VF to_float(VI v) { return __builtin_convertvector(v, VF); }
 INLINE VI to_int(VF v) { return __builtin_convertvector(v, VI); }
 INLINE VF vmax(VF a, VF b) { return a > b ? a : b; }
@@ -33,7 +38,7 @@ INLINE VF exp2_negative(VF x) {
   p = p * f + 2.402224198e-1f;
   p = p * f + 6.931469774e-1f;
   p = p * f + 1.0f;
-  return reinterpret_cast<VF>(reinterpret_cast<VI>(p) + (reinterpret_cast<VI>(shifted) << 23));
+  return reinterpret_cast<VF>(reinterpret_cast<VU>(p) + (reinterpret_cast<VU>(shifted) << 23));
 }
 
 INLINE float half_to_float(uint16_t h) {
