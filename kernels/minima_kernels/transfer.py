@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from minima_kernels.arena import gather, scatter
-from minima_kernels.cpu.route import fallback_reason
+from minima_kernels.cpu.route import fallback_reason, reason_now
 from minima_kernels.cpu.transfer import native_append, native_retier
 from minima_kernels.formats import AppendableFormat, Format
 from minima_kernels.geometry import GRANULE, KVGeometry
@@ -70,7 +70,8 @@ def retier(
     if not sources.numel():
         return
     runs = list(_layer_runs(source_kind, destination_kind))
-    reason = fallback_reason((source_kind, destination_kind), geometry, arena.device)
+    formats = (*source_kind.formats, *destination_kind.formats)
+    reason = reason_now(fallback_reason(formats, geometry, arena.device))
     if reason is None:
         routes.count("retier", "native")
         threads = torch.get_num_threads()
@@ -129,7 +130,7 @@ def append_tokens(
     if not isinstance(format_, AppendableFormat):
         raise ValueError(f"pages of kind {kind.name!r} cannot be appended to")
     shares = page_bytes + kind.layer_offset(layer, geometry)
-    reason = fallback_reason((kind,), geometry, arena.device)
+    reason = reason_now(fallback_reason((format_,), geometry, arena.device))
     if reason is None:
         routes.count("append", "native")
         threads = torch.get_num_threads()

@@ -11,7 +11,7 @@ import torch
 from kernel_pages import Pages
 
 from minima_kernels import KVGeometry, RouteCounters, plan_decode, run_decode
-from minima_kernels.cpu import library, route
+from minima_kernels.cpu import library
 from minima_kernels.cpu.library import MISSING, available_levels, current_level, force_level
 
 
@@ -42,7 +42,6 @@ def test_missing_extension_is_told(
 ) -> None:
     library.native_library.cache_clear()
     monkeypatch.setattr(library.Path, "glob", lambda *_: iter(()))
-    route._lasting_reason.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):
             assert served_by(KVGeometry(1, 1, 64, 16)) == ("torch", MISSING)
@@ -54,7 +53,6 @@ def test_missing_extension_is_told(
     finally:
         monkeypatch.undo()
         library.native_library.cache_clear()
-        route._lasting_reason.cache_clear()
 
 
 def test_levels(level: str) -> None:

@@ -15,7 +15,7 @@ from minima_kernels.attention.plan import DEFAULT_SCRATCH_BYTES
 from minima_kernels.attention.segments import Segments, SegmentTable, check_segments, ranges
 from minima_kernels.attention.torch_decode import ChunkGroups, group_chunks, run_torch_decode
 from minima_kernels.cpu.decode import NativeDecode, flatten_decode, run_native_decode
-from minima_kernels.cpu.route import fallback_reason
+from minima_kernels.cpu.route import fallback_reason, reason_now
 from minima_kernels.geometry import KVGeometry
 from minima_kernels.kinds import PageKind
 from minima_kernels.routes import ROUTES, RouteCounters
@@ -52,6 +52,12 @@ class DecodePlan:
             torch.from_numpy(np.repeat(table.addresses, num_readers)),
             torch.from_numpy(table.readers[ranges(first_readers, num_readers)]),
         )
+
+    @cached_property
+    def fallback_reason(self) -> str | None:
+        """Why the native kernels cannot take this plan; ``None`` if they can."""
+        formats = (format_ for kind in self.kinds for format_ in kind.formats)
+        return fallback_reason(formats, self.geometry, self.device)
 
     @cached_property
     def native(self) -> NativeDecode:
@@ -121,7 +127,7 @@ def run_decode(
     heads = geometry.num_kv_heads
     if q.shape[0] != plan.num_rows or q.shape[1] % heads or q.shape[2] != geometry.head_dim:
         raise ValueError(f"queries {list(q.shape)} do not fit {plan.num_rows} rows of {geometry}")
-    reason = fallback_reason(plan.kinds, geometry, plan.device)
+    reason = reason_now(plan.fallback_reason)
     if reason is None:
         routes.count("decode", "native")
         entries = plan.page_entries if page_mass else None

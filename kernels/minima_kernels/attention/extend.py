@@ -26,7 +26,7 @@ from minima_kernels.attention.plan import (
 from minima_kernels.attention.segments import Segments, check_segments
 from minima_kernels.attention.tile import Partial, attend, clear_tail
 from minima_kernels.cpu.extend import NativeExtend, flatten_extend, run_native_extend
-from minima_kernels.cpu.route import fallback_reason
+from minima_kernels.cpu.route import fallback_reason, reason_now
 from minima_kernels.formats import Tile
 from minima_kernels.geometry import KVGeometry
 from minima_kernels.kinds import PageKind
@@ -65,6 +65,12 @@ class ExtendPlan:
     segments: tuple[CheckedSegment, ...]
     device: torch.device
     scratch_bytes: int
+
+    @cached_property
+    def fallback_reason(self) -> str | None:
+        """Why the native kernels cannot take this plan; ``None`` if they can."""
+        formats = (format_ for kind in self.kinds for format_ in kind.formats)
+        return fallback_reason(formats, self.geometry, self.device)
 
     @cached_property
     def native(self) -> NativeExtend:
@@ -235,7 +241,7 @@ def run_extend(
         raise ValueError(f"queries {list(q.shape)} do not fit {num_rows} rows of {geometry}")
     if k.shape != (num_rows, heads, dim) or v.shape != k.shape:
         raise ValueError(f"keys {list(k.shape)} do not fit {num_rows} rows of {geometry}")
-    reason = fallback_reason(plan.kinds, geometry, plan.device)
+    reason = reason_now(plan.fallback_reason)
     if reason is None:
         routes.count("extend", "native")
         threads = torch.get_num_threads()

@@ -34,7 +34,7 @@ class NativeDecode(NamedTuple):
     arrays: tuple[IntArray, ...]
     num_rows: int
     num_partials: int
-    kinds: tuple[PageKind, ...]
+    layers: tuple[ctypes.Array[abi.Format], ...]
     geometry: KVGeometry
 
 
@@ -56,6 +56,7 @@ def flatten_decode(
     Page entries are numbered segment by segment, page by page, reader by reader.
     """
     segment, first, stop = _cut(table, geometry, threads)
+    layers = layer_formats(kinds, geometry)
     num_readers = table.num_readers[segment]
     reader_start = np.cumsum(num_readers) - num_readers
     readers = table.readers[ranges(table.reader_start[segment], num_readers)]
@@ -84,7 +85,7 @@ def flatten_decode(
         num_partials=len(readers),
         **{name: array.__array_interface__["data"][0] for name, array in arrays.items()},
     )
-    return NativeDecode(plan, tuple(arrays.values()), num_rows, len(readers), kinds, geometry)
+    return NativeDecode(plan, tuple(arrays.values()), num_rows, len(readers), layers, geometry)
 
 
 def run_native_decode(
@@ -111,7 +112,7 @@ def run_native_decode(
     native.minima_decode(
         ctypes.byref(flat.plan),
         native_geometry(flat.geometry, num_heads // flat.geometry.num_kv_heads),
-        layer_formats(flat.kinds, layer, flat.geometry),
+        flat.layers[layer],
         queries.data_ptr(),
         arena.data_ptr(),
         scale,

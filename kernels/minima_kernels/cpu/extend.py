@@ -26,7 +26,7 @@ class NativeExtend(NamedTuple):
 
     plan: abi.ExtendPlan
     arrays: tuple[IntArray, ...]
-    kinds: tuple[PageKind, ...]
+    layers: tuple[ctypes.Array[abi.Format], ...]
     geometry: KVGeometry
 
 
@@ -76,7 +76,7 @@ def flatten_extend(
         num_requests=len(requests),
         **{name: array.ctypes.data for name, array in arrays.items()},
     )
-    return NativeExtend(plan, tuple(arrays.values()), kinds, geometry)
+    return NativeExtend(plan, tuple(arrays.values()), layer_formats(kinds, geometry), geometry)
 
 
 def run_native_extend(
@@ -104,7 +104,7 @@ def run_native_extend(
     native.minima_extend(
         ctypes.byref(flat.plan),
         native_geometry(flat.geometry, num_heads // heads),
-        layer_formats(flat.kinds, layer, flat.geometry),
+        flat.layers[layer],
         queries.data_ptr(),
         new.data_ptr(),
         arena.data_ptr(),

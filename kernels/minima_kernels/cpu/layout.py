@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from minima_kernels.cpu import abi
+from minima_kernels.cpu.library import register_levels
 from minima_kernels.formats import BF16, F16, F32, FP8, TQ, Format, Part
 from minima_kernels.geometry import KVGeometry
 from minima_kernels.kinds import PageKind
@@ -26,28 +28,30 @@ _TYPES: dict[Format, abi.FormatType] = {
 }
 
 
-def unsupported(kinds: tuple[PageKind, ...], geometry: KVGeometry) -> str:
-    """Why the kernels cannot serve pages of these kinds; empty if they can."""
+def unsupported(formats: Iterable[Format], geometry: KVGeometry) -> str:
+    """Why the kernels cannot serve pages of these formats; empty if they can."""
     if geometry.head_dim % 16 or geometry.head_dim > MAX_HEAD_DIM:
         return f"head dim {geometry.head_dim}"
     if geometry.page_size % 16:
         return f"page size {geometry.page_size}"
-    for kind in kinds:
-        for format_ in kind.formats:
-            if format_ not in _TYPES and not isinstance(format_, TQ):
-                return f"format {format_.name}"
+    for format_ in formats:
+        if not isinstance(format_, TQ) and format_ not in _TYPES:
+            return f"format {format_.name}"
     return ""
 
 
 @cache
 def layer_formats(
-    kinds: tuple[PageKind, ...], layer: int, geometry: KVGeometry
-) -> ctypes.Array[abi.Format]:
-    """One layer's share of a page of each kind."""
-    described = (abi.Format * max(1, len(kinds)))()
-    for target, kind in zip(described, kinds, strict=False):
-        _describe(target, kind.formats[layer], kind.layer_offset(layer, geometry), geometry)
-    return described
+    kinds: tuple[PageKind, ...], geometry: KVGeometry
+) -> tuple[ctypes.Array[abi.Format], ...]:
+    """For each layer, its share of a page of each kind."""
+    layers = []
+    for layer in range(geometry.num_layers):
+        described = (abi.Format * max(1, len(kinds)))()
+        for target, kind in zip(described, kinds, strict=False):
+            _describe(target, kind.formats[layer], kind.layer_offset(layer, geometry), geometry)
+        layers.append(described)
+    return tuple(layers)
 
 
 @cache
@@ -69,6 +73,8 @@ def share_format(format_: Format, geometry: KVGeometry) -> abi.Format:
 
 def _describe(target: abi.Format, format_: Format, start: int, geometry: KVGeometry) -> None:
     if isinstance(format_, TQ):
+        register_levels(format_.k_levels)
+        register_levels(format_.v_levels)
         target.type = abi.FormatType.TQ
         target.k_levels, target.v_levels = format_.k_levels, format_.v_levels
     else:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from minima_kernels.codebook import MAX_LEVELS, MIN_LEVELS, codebook
+from minima_kernels.codebook import codebook
 from minima_kernels.cpu.abi import DecodePlan, ExtendPlan, Format, Geometry
 from minima_kernels.packing import word_shape
 
@@ -44,8 +44,6 @@ def native_library() -> ctypes.CDLL | None:
         return None
     native = ctypes.CDLL(str(files[-1]))
     _declare(native)
-    for levels in range(MIN_LEVELS, MAX_LEVELS + 1):
-        _register(native, levels)
     level = os.environ.get(LEVEL_VARIABLE)
     if level:
         _force(native, level)
@@ -132,7 +130,16 @@ def _declare(native: ctypes.CDLL) -> None:
     native.minima_retier.restype = None
 
 
-def _register(native: ctypes.CDLL, levels: int) -> None:
+@cache
+def register_levels(levels: int) -> None:
+    """Give the extension the codebook and the packing of a level count; once per process.
+
+    Raises:
+        RuntimeError: the extension is not built, or was built for another packing.
+    """
+    native = native_library()
+    if native is None:
+        raise RuntimeError(MISSING)
     book = codebook(levels, torch.device("cpu"))
     step = float(book.centroids[-1]) / 127
     centroids = (book.centroids / step).round().to(torch.int8)

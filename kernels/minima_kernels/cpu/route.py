@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
 
 import torch
 
 from minima_kernels.cpu.layout import unsupported
 from minima_kernels.cpu.library import MISSING, native_library
+from minima_kernels.formats import Format
 from minima_kernels.geometry import KVGeometry
-from minima_kernels.kinds import PageKind
 
 SWITCHED_OFF = "native kernels switched off"
 
@@ -30,21 +29,19 @@ def torch_only() -> Iterator[None]:
 
 
 def fallback_reason(
-    kinds: tuple[PageKind, ...], geometry: KVGeometry, device: torch.device
+    formats: Iterable[Format], geometry: KVGeometry, device: torch.device
 ) -> str | None:
-    """Why pages of these kinds cannot go through the native kernels, or ``None`` if they can.
+    """Why pages of these formats cannot go through the native kernels, or ``None`` if they can.
 
     Empty on another device than a CPU: torch is no fallback there.
     """
     if device.type != "cpu":
         return ""
-    if _switched_off:
-        return SWITCHED_OFF
-    return _lasting_reason(kinds, geometry)
-
-
-@cache
-def _lasting_reason(kinds: tuple[PageKind, ...], geometry: KVGeometry) -> str | None:
     if native_library() is None:
         return MISSING
-    return unsupported(kinds, geometry) or None
+    return unsupported(formats, geometry) or None
+
+
+def reason_now(lasting_reason: str | None) -> str | None:
+    """A ``fallback_reason`` found earlier, and whether the kernels are switched off by now."""
+    return SWITCHED_OFF if lasting_reason is None and _switched_off else lasting_reason
