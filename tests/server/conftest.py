@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from server_kit import HERE, RunningServer, start_server, write_model
+from tiny_kit import start_tiny, write_tiny
 
 
 @pytest.fixture(scope="session")
@@ -43,3 +44,23 @@ def server() -> Iterator[RunningServer]:
     server.process.send_signal(signal.SIGTERM)
     output = server.process.communicate(timeout=30)[0]
     assert server.process.returncode == 0, output
+
+
+@pytest.fixture(scope="session")
+def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model without weights: its server draws them."""
+    directory = tmp_path_factory.mktemp("tiny")
+    write_tiny(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_dir: Path) -> Iterator[RunningServer]:
+    """The real server on the tiny model."""
+    server = start_tiny(tiny_dir)
+    yield server
+    server.process.send_signal(signal.SIGTERM)
+    output = server.process.communicate(timeout=30)[0]
+    assert server.process.returncode == 0, output
+    assert "Traceback" not in output, output
+    assert "ERROR" not in output, output
