@@ -103,7 +103,7 @@ class Attention(nn.Module):
         if self.q_norm is None or self.k_norm is None:
             # One pass over q and k together: at few rows each small operation counts.
             qk, v = heads.split((sum(sizes), self.num_kv_heads), dim=1)
-            q, k = rotate(qk, cos, sin).split(sizes, dim=1)
+            q, k = torch.split(rotate(qk, cos, sin), list(sizes), dim=1)
             q, k = q.contiguous(), k.contiguous()
         else:
             q, k, v = heads.split((*sizes, self.num_kv_heads), dim=1)
