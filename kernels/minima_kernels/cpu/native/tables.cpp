@@ -1,5 +1,6 @@
 #include "tables.h"
 
+#include <cstring>
 #include <mutex>
 
 namespace minima {
@@ -23,6 +24,18 @@ uint8_t (*digit_table(const LevelTable& table, uint32_t words, int digits))[8] {
   return rows;
 }
 
+uint8_t (*pair_table(const LevelTable& table))[8] {
+  const uint32_t words = 1u << table.bits;
+  auto* single = digit_table(table, words, table.codes);
+  auto* rows = new uint8_t[words * words][8]();
+  for (uint32_t pair = 0; pair < words * words; ++pair) {
+    std::memcpy(rows[pair], single[pair % words], table.codes);
+    std::memcpy(rows[pair] + table.codes, single[pair / words], table.codes);
+  }
+  delete[] single;
+  return rows;
+}
+
 }  // namespace
 
 const LevelTable& level_table(int levels) { return tables[levels]; }
@@ -42,12 +55,17 @@ bool register_levels(int levels, int codes, int bits, float step, const int8_t* 
   table.levels = levels;
   if (table.planar) return true;
   if (codes > 8) return table.levels = 0, false;
+  const bool pairs = 2 * bits <= kMaxTableBits && 2 * codes <= 8;
+  table.step_codes = pairs ? 2 * codes : codes;
+  table.step_bits = pairs ? 2 * bits : bits;
   table.low_codes = bits <= kMaxTableBits ? codes : codes / 2;
   table.radix = 1;
   for (int i = 0; i < table.low_codes; ++i) table.radix *= levels;
-  if (table.low_codes == codes) {
-    table.radix = 1u << bits;
-    table.low = digit_table(table, table.radix, codes);
+  table.reciprocal = (1ull << 32) / table.radix + 1;
+  if (pairs) {
+    table.low = pair_table(table);
+  } else if (table.low_codes == codes) {
+    table.low = digit_table(table, 1u << bits, codes);
   } else {
     table.low = digit_table(table, table.radix, table.low_codes);
     table.high = digit_table(table, (1u << bits) / table.radix + 1, codes - table.low_codes);

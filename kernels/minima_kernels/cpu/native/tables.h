@@ -18,10 +18,14 @@ struct LevelTable {
   uint8_t bytes[kMaxLevels] = {};  // centroid byte + kBias
   float boundaries[kMaxLevels] = {};  // levels - 1 of them, ascending
   bool planar = false;           // a power of two: words are plain bit fields
-  // Otherwise a word is split in low and high digits: low = word % radix, high = word / radix.
+  // Otherwise codes are looked up a step at a time: one word, or two small ones. A large word is
+  // split in low and high digits: low = word % radix, high = word / radix.
+  int step_codes = 0;
+  int step_bits = 0;
   int low_codes = 0;
   uint32_t radix = 0;
-  uint8_t (*low)[8] = nullptr;
+  uint64_t reciprocal = 0;       // 2**32 / radix, rounded up: exact for words of 18 bits
+  uint8_t (*low)[8] = nullptr;   // one row per step, or per low part
   uint8_t (*high)[8] = nullptr;  // null when all digits are low
 };
 

@@ -15,15 +15,16 @@ void unpack_bytes(const LevelTable& table, const uint8_t* stream, int64_t first,
       out[i] = table.bytes[load_bits(stream, (first + i) * bits) & (table.levels - 1)];
     return;
   }
-  const uint32_t mask = (1u << table.bits) - 1;
-  int64_t word = first / table.codes;
+  const uint32_t mask = (1u << table.step_bits) - 1;
+  const int64_t word = first / table.codes;
+  uint8_t* end = out + count;
   out -= first % table.codes;
-  const uint8_t* end = out + first % table.codes + count;
-  for (; out < end; ++word, out += table.codes) {
-    const uint32_t digits = load_bits(stream, word * table.bits) & mask;
+  for (int64_t bit = word * table.bits; out < end; bit += table.step_bits, out += table.step_codes) {
+    const uint32_t digits = load_bits(stream, bit) & mask;
     if (table.high) {
-      __builtin_memcpy(out, table.low[digits % table.radix], 8);
-      __builtin_memcpy(out + table.low_codes, table.high[digits / table.radix], 8);
+      const uint32_t high = static_cast<uint32_t>(digits * table.reciprocal >> 32);
+      __builtin_memcpy(out, table.low[digits - high * table.radix], 8);
+      __builtin_memcpy(out + table.low_codes, table.high[high], 8);
     } else {
       __builtin_memcpy(out, table.low[digits], 8);
     }
