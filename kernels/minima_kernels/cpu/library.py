@@ -32,6 +32,7 @@ def native_library() -> ctypes.CDLL | None:
     """The extension, or ``None`` where it was not built; that is logged, once.
 
     Raises:
+        RuntimeError: the extension was built from other sources than these.
         ValueError: ``MINIMA_CPU_LEVEL`` names a level that this machine lacks.
     """
     files = sorted(Path(__file__).parent.glob("_native*.so"))
@@ -43,7 +44,13 @@ def native_library() -> ctypes.CDLL | None:
         )
         return None
     native = ctypes.CDLL(str(files[-1]))
-    _declare(native)
+    try:
+        _declare(native)
+    except AttributeError as error:
+        raise RuntimeError(
+            f"the native CPU kernels in {files[-1].name} were built from other sources ({error}): "
+            "build them again with `python setup.py build_ext --inplace`"
+        ) from None
     level = os.environ.get(LEVEL_VARIABLE)
     if level:
         _force(native, level)
