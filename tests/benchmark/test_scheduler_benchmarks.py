@@ -21,7 +21,7 @@ def test_scheduler_cost_measures_every_claim() -> None:
     results = [
         scheduler_cost.measure_step(100, 3),
         scheduler_cost.measure_match(100, 3),
-        scheduler_cost.measure_evict(100, 24),
+        scheduler_cost.measure_evict("evict", 100, 24, 10),
     ]
     assert [result.what for result in results] == ["step", "match", "evict"]
     assert all(0 < result.median <= result.p95 <= result.worst for result in results)
