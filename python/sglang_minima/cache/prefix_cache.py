@@ -117,9 +117,12 @@ class PrefixCache:
     def reserve(self, request: Request, num_tokens: int) -> bool:
         """Makes room for the KV of the next `num_tokens` pending tokens; False when there is none.
 
-        Unreferenced cached pages give way; other requests do not.
+        Unreferenced cached pages give way; other requests do not. In deterministic mode False as
+        well while a page that the tokens would read cannot have the format of its position.
         """
         table = _running(request)
+        if self.deterministic and not self._settle(request):
+            return False
         if request.written + num_tokens <= len(table.pages) * self.page_size:
             return True
         # In deterministic mode rows of the open page may be written and not yet committed.
@@ -150,7 +153,7 @@ class PrefixCache:
             return []
         self.lifecycle.commit(request.holder, num_tokens)
         sealed = self.lifecycle.seal(request.holder, request.tokens)
-        self.controller.settle(request)
+        self._settle(request)  # without room now: `reserve` tries again before anybody reads
         return sealed
 
     def release(self, request: Request) -> None:
@@ -166,6 +169,15 @@ class PrefixCache:
     def obtainable_tokens(self) -> int:
         """Estimate of the tokens that new Recent pages could take without preempting anybody."""
         return self.lifecycle.obtainable(self.profile.recent.name) * self.page_size
+
+    def _settle(self, request: Request) -> bool:
+        """Gives the sealed pages the formats of their positions; False when there is no room."""
+        try:
+            self.controller.settle(request)
+        except OutOfPages as error:
+            kind = error.compactable_kind
+            return kind is not None and self.controller.compact(kind) and self._settle(request)
+        return True
 
     def _copy_on_write(self, request: Request, source: int, num_tokens: int) -> int:
         if not self.reserve(request, num_tokens):

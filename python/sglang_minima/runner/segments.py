@@ -34,8 +34,10 @@ def build_segments(readers: Sequence[tuple[RequestTable, int]], cache: PrefixCac
     run_pages: list[int] = []
     last_page_len: list[int] = []
     private: list[tuple[array[int], int, int]] = []
+    alone = len(readers) == 1
     for reader, (table, length) in enumerate(readers):
-        node = table.node
+        # One reader shares nothing: its segments must not depend on how others cut the tree.
+        node = None if alone else table.node
         while node is not None and node.parent is not None:
             if node in sharing:
                 sharing[node].append(reader)
@@ -43,7 +45,7 @@ def build_segments(readers: Sequence[tuple[RequestTable, int]], cache: PrefixCac
                 sharing[node] = [reader]
             node = node.parent
         full, tail = divmod(length, page_size)
-        own = table.pages[table.bound_pages : full + 1 if tail else full]
+        own = table.pages[0 if alone else table.bound_pages : full + 1 if tail else full]
         if own:
             private.append((own, tail or page_size, reader))
     ordered = sorted(sharing, key=_start)

@@ -87,9 +87,13 @@ class Request:
     def reuse_limit(self) -> int:
         """Most tokens the prefix match may cover, so that every logit asked for is computed."""
         limit = len(self.tokens) - 1
-        if self.wants_input_logprobs and self.input_logprobs is None:
-            # The log-probability of the token at `start` comes from the position before it.
-            limit = min(limit, max(0, self.message.logprob_start_len - 1))
+        if self.wants_input_logprobs:
+            # The log-probability of a token comes from the position before it. A preemption may
+            # have left some of them known and others not.
+            known = 0 if self.input_logprobs is None else len(self.input_logprobs.tokens)
+            wanted = self.message.logprob_start_len + known
+            if wanted < self.prompt_len:
+                limit = min(limit, max(0, wanted - 1))
         return limit
 
     def token_view(self) -> np.ndarray:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from minima_radix import Namespace, OutOfPages
+from minima_radix import Namespace
 from sglang_minima.cache.prefix_cache import PrefixCache
 from sglang_minima.messages import FinishReason, GenerateRequest, TokenOutput
 from sglang_minima.runner.batch import Work, build_batch
@@ -209,7 +209,12 @@ class Scheduler:
             assert table is not None
             if request.written - table.committed >= page:
                 request.written = table.committed
-            return min(request.pending, page - request.written % page)
+            start = request.written
+            end = start - start % page + page
+            if request.prompt_len < end and len(request.tokens) <= end:
+                # An open page that decoding fills: after a preemption token by token again.
+                end = max(request.prompt_len, start + 1)
+            return min(request.pending, end - start)
         count = request.pending
         return count if count == 1 else min(count, budget)
 
@@ -275,12 +280,7 @@ class Scheduler:
             if not request.prefilled and request.wants_input_logprobs:
                 self._input_logprobs(request, work.start, hidden[row : row + count])
             row += count
-            try:
-                self._cache.commit(request, count)
-            except OutOfPages:
-                # Deterministic mode only: no room to give a page the format of its position.
-                self._give_way(request)
-                continue
+            self._cache.commit(request, count)
             if request.pending == 0:
                 last_rows.append(row - 1)
                 sampling.append(request)
