@@ -38,7 +38,7 @@ DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 PAGE_SIZE = 64
 READERS = 16
 # Bytes of float32 KV that a case may take; longer contexts get fewer layers.
-MAX_DENSE_BYTES = 1 << 30
+MAX_DENSE_BYTES = 1 << 29
 
 Step = Callable[[], None]
 
