@@ -72,6 +72,8 @@ def _serve(args: ServerArgs, scheduler: str) -> int:
 
             tokenizer = load_tokenizer(resolved)
             status = ServerStatus.begin(args, str(resolved.model_path), group.wait_ready())
+            # From here on a request waits for the server instead of being refused.
+            listener.listen()
             _announce(status, listener)
             death = _run_until_ended(HttpServer(status, group, tokenizer), listener)
         finally:
@@ -130,7 +132,8 @@ def _announce(status: ServerStatus, listener: socket.socket) -> None:
     )
     logger.info(
         "Try: curl http://%s:%d/v1/chat/completions -H 'Content-Type: application/json'%s "
-        '-d \'{"messages": [{"role": "user", "content": "What is the capital of France?"}]}\'',
+        '-d \'{"messages": [{"role": "user", "content": "What is the capital of France?"}], '
+        '"temperature": 0, "max_tokens": 64}\'',
         reachable,
         port,
         key,

@@ -121,7 +121,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         _need(0 <= self.min_p <= 1, "min_p", "in [0, 1]")
         _need(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "in [-2, 2]")
         _need(-2 <= self.presence_penalty <= 2, "presence_penalty", "in [-2, 2]")
-        _need(0 < self.repetition_penalty <= 2, "repetition_penalty", "in (0, 2]")
+        _need(0.01 <= self.repetition_penalty <= 2, "repetition_penalty", "in [0.01, 2]")
         _need(1 <= self.n <= MAX_N, "n", f"in [1, {MAX_N}]")
         _need(
             1 <= self.stream_interval <= MAX_NEW_TOKENS,

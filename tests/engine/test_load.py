@@ -39,7 +39,7 @@ def test_pool_too_small_for_the_load(
         make_args(
             page_size=page_size,
             kv_profile=profile,
-            max_total_tokens=1536,
+            max_total_tokens=1024,
             recent_window=32,
             anchor_tokens=16,
             max_running_requests=48,
@@ -48,7 +48,7 @@ def test_pool_too_small_for_the_load(
         tiny_runner,
     )
     # Every eighth answer is long: running requests outgrow what they were admitted with.
-    lengths = [160 if i % 8 == 0 else rng.randrange(1, 16) for i in range(count)]
+    lengths = [400 if i % 8 == 0 else rng.randrange(1, 16) for i in range(count)]
     rids = [
         kit.submit(prompt, max_new_tokens=length, ignore_eos=True)
         for prompt, length in zip(prompts, lengths, strict=True)

@@ -11,7 +11,7 @@ from engine_kit import EngineKit, make_args
 from sglang_minima.runner.model_runner import ModelRunner
 from sglang_minima.tokenization.tokenizer import Tokenizer
 
-NEW_TOKENS = 12
+NEW_TOKENS = 8
 
 TOPICS = [
     "the capital of France", "how rain forms", "a cat that learned to sail", "prime numbers",
@@ -33,7 +33,7 @@ def prompts(tokenizer: Tokenizer) -> list[list[int]]:
     for index, topic in enumerate(TOPICS):
         text = f"Tell me about {topic}."
         ids = tokenizer.encode(f"Note {index}. " + filler * 60)
-        length = 20 + round((1500 - 20) * (index / 19) ** 3)
+        length = 20 + round((1500 - 20) * (index / 19) ** 6)
         question = tokenizer.encode(text)
         result.append((ids[: max(length - len(question), 0)] + question)[-length:])
     assert min(map(len, result)) <= 20

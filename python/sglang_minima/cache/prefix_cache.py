@@ -54,6 +54,16 @@ class PrefixCache:
         self._kind_index = {kind.name: index for index, kind in enumerate(profile.kinds)}
 
     @property
+    def shares(self) -> bool:
+        """Whether requests share pages at all."""
+        return self.tree is not None
+
+    @property
+    def short_of_room(self) -> bool:
+        """True when less than a quarter of the slabs is free. O(kinds)."""
+        return 4 * self.pool.stats().free_slabs < self._num_slabs
+
+    @property
     def capacity_tokens(self) -> int:
         """Tokens of one sequence that fit whatever their tier: the arena filled with Recent pages.
 

@@ -129,8 +129,9 @@ class Scheduler:
         for group in groups:
             self._run([pair for pair in group if pair[0].table is not None])
         self.statistics.record_step(works, len(self._running), len(self._waiting), self._cache)
-        # Conversions wait while a prompt is in prefill: they must not delay a first token.
-        if all(request.prefilled for request in self._running):
+        # Conversions wait while a prompt is in prefill: they must not delay a first token. Where
+        # room is short they do not wait, or steady arrivals would keep every page large.
+        if self._cache.short_of_room or all(request.prefilled for request in self._running):
             self._cache.controller.step(self._args.retier_pages_per_step)
         return True
 
@@ -164,8 +165,10 @@ class Scheduler:
         ):
             if budget <= 0 or len(self._running) >= self._max_running:
                 return
-            if prefilling and twin_ahead(
-                request, prefilling, match_length(request), self._cache.page_size
+            if (
+                self._cache.shares
+                and prefilling
+                and twin_ahead(request, prefilling, match_length(request), self._cache.page_size)
             ):
                 continue
             if self._running and not self._fits(request):
