@@ -54,6 +54,7 @@ INLINE VI dot(VI total, VS a, VS b) {
 #include "tile.h"
 #include "unpack.inl"
 #include "x86.inl"
+#include "products.inl"
 #include "attend.inl"
 #include "encode.inl"
 

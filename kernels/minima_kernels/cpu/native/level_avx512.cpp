@@ -7,6 +7,9 @@
 #include "levels.h"
 #include "tables.h"
 
+// The intrinsics' own headers start from a vector of anything.
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")
 
@@ -39,6 +42,7 @@ INLINE VI dot(VI total, VS a, VS b) {
 #include "tile.h"
 #include "unpack.inl"
 #include "x86.inl"
+#include "products.inl"
 #include "attend.inl"
 #include "encode.inl"
 

@@ -38,6 +38,7 @@ INLINE VI dot(VI total, VS a, VS b) {
 #include "tile.h"
 #include "unpack.inl"
 #include "scalar.inl"
+#include "products.inl"
 #include "attend.inl"
 #include "encode.inl"
 
