@@ -83,11 +83,13 @@ class StopMatcher:
                 return FinishReason("stop", stop)
         for pattern in self._patterns:
             try:
-                found = pattern.search(self._text, timeout=_REGEX_TIMEOUT)
+                matches = pattern.finditer(self._text, timeout=_REGEX_TIMEOUT)
+                # A pattern such as a* also matches nothing, which stops nobody.
+                found = next((match[0] for match in matches if match[0]), None)
             except TimeoutError:
                 return FinishReason(
                     "abort", message="stop_regex takes too long to search", status_code=400
                 )
-            if found and found[0]:
-                return FinishReason("stop", found[0])
+            if found is not None:
+                return FinishReason("stop", found)
         return None

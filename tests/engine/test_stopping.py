@@ -1,0 +1,66 @@
+"""When a sequence ends: stop ids, strings across tokens, patterns, lengths."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+
+from sglang_minima.messages import FinishReason
+from sglang_minima.sampling_params import SamplingParams
+from sglang_minima.scheduler.stopping import StopMatcher
+from sglang_minima.tokenization.tokenizer import Tokenizer
+
+
+def run(tokenizer: Tokenizer, text: str, sampling: SamplingParams) -> tuple[str, FinishReason]:
+    """Feeds the tokens of a text one by one; returns what was produced and why it ended."""
+    prompt = tokenizer.encode("Say it:")
+    tokens = array("i", prompt)
+    matcher = StopMatcher(sampling, tokenizer.eos_token_ids, tokenizer)
+    for token in tokenizer.encode(text):
+        tokens.append(token)
+        finish = matcher.check(tokens, len(prompt))
+        if finish is not None:
+            return tokenizer.decode(list(tokens[len(prompt) :])), finish
+    raise AssertionError("nothing ended the sequence")
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "matched"),
+    [
+        ({"stop": ["brown fox"]}, "stop", "brown fox"),
+        ({"stop": ["zebra", "fox ju"]}, "stop", "fox ju"),
+        ({"stop_regex": [r"j\w+s"]}, "stop", "jumps"),
+        ({"stop_regex": [r"z*", r"o\w+"]}, "stop", "own"),
+        ({"stop_regex": [r"q?"]}, "stop", "q"),
+        ({"max_new_tokens": 3}, "length", 3),
+        ({"stop": ["quick"], "min_new_tokens": 4, "max_new_tokens": 6}, "length", 6),
+    ],
+)
+def test_what_ends_it(
+    tokenizer: Tokenizer, settings: dict[str, object], kind: str, matched: object
+) -> None:
+    text = " the quick brown fox jumps over the lazy dog" * 2
+    produced, finish = run(tokenizer, text, SamplingParams(**settings))
+    assert (finish.type, finish.matched) == (kind, matched)
+    if kind == "stop":
+        assert str(matched) in produced
+
+
+def test_end_of_sequence_and_ignore_eos(tokenizer: Tokenizer) -> None:
+    eos = next(iter(tokenizer.eos_token_ids))
+    tokens = array("i", [100, 200, eos])
+    assert StopMatcher(SamplingParams(), tokenizer.eos_token_ids, None).check(tokens, 2) == (
+        FinishReason("stop", eos)
+    )
+    ignoring = SamplingParams(ignore_eos=True)
+    assert StopMatcher(ignoring, tokenizer.eos_token_ids, None).check(tokens, 2) is None
+
+
+def test_a_pattern_that_takes_for_ever_ends_the_request(tokenizer: Tokenizer) -> None:
+    _, finish = run(
+        tokenizer,
+        " " + "a" * 4000 + "!",
+        SamplingParams(stop_regex=["(a|aa)+[!?]{2}"], max_new_tokens=10_000),
+    )
+    assert finish.type == "abort" and finish.status_code == 400
