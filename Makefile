@@ -14,7 +14,7 @@ FRONTEND := sglang==0.5.10.post1
 # A change of any of these installs again: a native extension of older sources must not be used.
 BUILD := pyproject.toml setup.py constraints-cpu.txt $(wildcard kernels/minima_kernels/cpu/native/*)
 
-.PHONY: serve test lint types check benchmark clean
+.PHONY: serve test lint types check asan clean
 
 serve: $(VENV)/.installed
 	$(BIN)/python -m sglang_minima.launch_server $(ARGS)
@@ -27,6 +27,10 @@ check: $(VENV)/.installed-dev
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+# The native kernels under AddressSanitizer and UndefinedBehaviorSanitizer: a few minutes.
+asan: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m slow tests/kernels_cpu
 
 types: $(VENV)/.installed-dev
 	$(BIN)/mypy radix/minima_radix kernels/minima_kernels python/sglang_minima

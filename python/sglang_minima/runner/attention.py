@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from minima_kernels import Rotation
+from minima_kernels import Rotation, append_tokens
 from minima_kernels.attention import run_decode, run_extend
-from minima_kernels.formats import AppendableFormat
 from sglang_minima.cache.arena import KVArena
 from sglang_minima.runner.batch import ForwardBatch
 
@@ -44,11 +43,8 @@ class PagedAttention:
         assert batch is not None, "attend before bind"
         arena, geometry = self._arena.buffer, self._arena.geometry
         q, k, v = (self._rotation.forward(x) for x in (q, k, v))
-        kind = self._arena.profile.recent
-        recent = kind.formats[layer]
-        assert isinstance(recent, AppendableFormat)
-        offsets = batch.page_bytes + kind.layer_offset(layer, geometry)
-        recent.append(arena, offsets, batch.slots, k, v, geometry)
+        recent = self._arena.profile.recent
+        append_tokens(recent, layer, arena, batch.page_bytes, batch.slots, k, v, geometry)
         split = batch.extend_rows
         outputs = []
         if batch.extend_plan is not None:
