@@ -114,6 +114,5 @@ def test_other_stale_formats(embedded_runner: ModelRunner, stale: str) -> None:
     again = kit.submit(prompt, max_new_tokens=4, ignore_eos=True)
     kit.drain()
     assert kit.last(first).cached_tokens == 0
-    tiers = kit.last(again).cached_by_tier
-    assert tiers == {f"{stale}+fp8[0,29]": 256} or sum(tiers.values()) >= 256
+    assert kit.last(again).cached_by_tier == {f"{stale}+fp8[0,29]": 256}
     kit.check_idle()

@@ -98,7 +98,6 @@ class PrefixCache:
         A cached page that the request leaves in its middle is copied up to there into the
         request's own Recent page (copy-on-write) instead of being recomputed.
         """
-        # A match in the middle of a page would make the computed chunk depend on the cache.
         limit = request.reuse_limit
         admission = self.lifecycle.admit(
             request.holder, request.namespace, request.tokens, limit, request.message.priority
@@ -110,6 +109,7 @@ class PrefixCache:
         by_tier = self._count_by_kind(np.array(admission.pages, dtype=np.int64))
         if admission.partial_page is not None:
             copied = 0
+            # In deterministic mode chunks start where pages start, whatever is cached.
             if not self.deterministic and admission.partial_tokens >= _MIN_COPY_TOKENS:
                 copied = self._copy_on_write(
                     request, admission.partial_page, admission.partial_tokens

@@ -6,8 +6,6 @@ import time
 from array import array
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from minima_radix import Namespace, RequestTable
 from sglang_minima.messages import FinishReason, GenerateRequest, LogProbs
 from sglang_minima.runner.sampling import SamplingRow
@@ -95,7 +93,3 @@ class Request:
             if wanted < self.prompt_len:
                 limit = min(limit, max(0, wanted - 1))
         return limit
-
-    def token_view(self) -> np.ndarray:
-        """The tokens as int32 [len(tokens)], a copy (the array may grow)."""
-        return np.array(self.tokens, dtype=np.int32)

@@ -155,7 +155,9 @@ class Scheduler:
         if not self._waiting or budget <= 0 or len(self._running) >= self._max_running:
             return
         # Ordering matches all that wait: not again while nothing says that one will fit.
-        if self._refused_room is not None and self._room() <= self._refused_room:
+        # With nothing running there is nothing to wait for.
+        refused = self._refused_room
+        if self._running and refused is not None and self._room() <= refused:
             return
         self._refused_room = None
         prefilling = [request for request in self._running if not request.prefilled]
