@@ -121,7 +121,7 @@ class Variant:
         if not self.cache.reserve(request, request.pending):
             raise RuntimeError("the KV arena is too small for this text")
         assert request.table is not None
-        work = Work(request.table, request.token_view()[cached:], cached)
+        work = Work(request.table, request.tokens[cached:], cached)
         hidden = self.runner.forward(build_batch([work], self.cache, self.runner.device))
         self.cache.release(request)
         return self.runner.logits(hidden[-SCORED:])
