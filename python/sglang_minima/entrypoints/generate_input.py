@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from sglang_minima.entrypoints.unsupported import EngineExtras
 from sglang_minima.sampling_params import InvalidRequest, SamplingParams
 from sglang_minima.tokenization.inputs import PromptInput, namespace_of
 
@@ -16,7 +17,7 @@ MAX_TOP_LOGPROBS = 256
 MAX_RID_LENGTH = 256
 
 
-class GenerateBody(msgspec.Struct):
+class GenerateBody(EngineExtras, kw_only=True):
     """Fields of the body; scalars broadcast over a batch, lists give one value a prompt.
 
     Unknown keys are ignored: clients and routers add many.
@@ -35,26 +36,6 @@ class GenerateBody(msgspec.Struct):
     priority: int | list[int] | None = None
     extra_key: str | list[str | None] | None = None
     cache_salt: str | list[str | None] | None = None
-    return_hidden_states: bool | list[bool] | None = None
-    input_embeds: Any = None
-    image_data: Any = None
-    audio_data: Any = None
-    video_data: Any = None
-    lora_path: Any = None
-    custom_logit_processor: Any = None
-    session_params: Any = None
-
-
-_UNSUPPORTED = (
-    "input_embeds",
-    "image_data",
-    "audio_data",
-    "video_data",
-    "lora_path",
-    "custom_logit_processor",
-    "session_params",
-    "return_hidden_states",
-)
 
 
 @dataclass(frozen=True)
@@ -90,9 +71,7 @@ def parse_generate(raw: Any, vocab_size: int) -> GenerateCall:
         InvalidRequest: with one sentence for the client.
     """
     body = convert_body(raw, GenerateBody)
-    for name in _UNSUPPORTED:
-        if _is_set(getattr(body, name)):
-            raise InvalidRequest(f"{name} is not supported by this server")
+    body.refuse_extras()
     prompts, batch = _prompts(body)
     size = len(prompts)
     rids, group = _rids(body.rid, size, batch)
@@ -210,10 +189,3 @@ def _token_ids_logprob(value: Any, size: int, batch: bool) -> list[list[int] | N
     if max(len(ids or []) for ids in lists) > MAX_TOP_LOGPROBS:
         raise InvalidRequest(f"token_ids_logprob has more than {MAX_TOP_LOGPROBS} ids")
     return lists
-
-
-def _is_set(value: Any) -> bool:
-    """False for null, false, empty lists, and lists of nothing but such values."""
-    if isinstance(value, list):
-        return any(_is_set(item) for item in value)
-    return value is not None and value is not False

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from sglang_minima.entrypoints.generate_input import check_range, check_rid
+from sglang_minima.entrypoints.unsupported import EngineExtras
 from sglang_minima.sampling_params import MAX_NEW_TOKENS, InvalidRequest, SamplingParams
 from sglang_minima.tokenization.inputs import PromptInput, namespace_of
 
@@ -19,7 +20,7 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
-class CommonBody(msgspec.Struct, kw_only=True):
+class CommonBody(EngineExtras, kw_only=True):
     """Fields of both routes; unknown keys are ignored, null means default."""
 
     model: str | None = None
@@ -53,13 +54,10 @@ class CommonBody(msgspec.Struct, kw_only=True):
     ebnf: Any = None
     json_schema: Any = None
     structural_tag: Any = None
-    lora_path: Any = None
-    session_params: Any = None
-    custom_logit_processor: Any = None
-    return_hidden_states: Any = None
 
     def check_supported(self, names: tuple[str, ...] = ()) -> None:
         """Raises `InvalidRequest` for what cannot be honoured and must not be ignored."""
+        self.refuse_extras()
         for name in (*_UNSUPPORTED, *names):
             if getattr(self, name) not in (None, False, "", [], {}):
                 raise InvalidRequest(f"{name} is not supported yet")
@@ -113,10 +111,6 @@ _UNSUPPORTED = (
     "ebnf",
     "json_schema",
     "structural_tag",
-    "lora_path",
-    "session_params",
-    "custom_logit_processor",
-    "return_hidden_states",
 )
 _SAME_NAME = (
     "n",
