@@ -109,6 +109,8 @@ class TokenOutput(msgspec.Struct, array_like=True):
     no_stop_trim: bool = False
     first_token_time: float = 0.0
     """time.time() when the first token was sampled (0 before)."""
+    queue_seconds: float | None = None
+    """Time from arrival at the scheduler to the first admission; None before."""
     stop: list[str] = []
     """With the first output: the stop strings, whose possible beginnings are not streamed."""
 

@@ -87,7 +87,13 @@ class ServerArgs:
         "info", "server", "log level"
     )
     log_requests: bool = _setting(
-        False, "server", "log one line per request (ids and token counts, never prompt text)"
+        False, "server", "log two lines a request; what they hold: --log-requests-level"
+    )
+    log_requests_level: int = _setting(
+        0,
+        "server",
+        "0: ids, token counts and times; 1: sampling parameters too; 2: prompt and output too, "
+        "shortened; 3: prompt and output in full",
     )
     decode_log_interval: int = _setting(40, "server", "decode steps between two decode log lines")
     skip_server_warmup: bool = _setting(False, "server", "do not send a first request to itself")
@@ -159,6 +165,7 @@ class ServerArgs:
             ("anchor_tokens", 0, 1 << 30),
             ("retier_pages_per_step", 1, 1 << 20),
             ("decode_log_interval", 1, 1 << 30),
+            ("log_requests_level", 0, 3),
             ("max_queued_requests", 1, 1 << 30),
         ):
             if not low <= getattr(self, name) <= high:

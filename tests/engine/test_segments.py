@@ -15,7 +15,7 @@ from minima_radix import Namespace, OutOfPages, RequestTable
 from sglang_minima.cache.arena import KVArena
 from sglang_minima.cache.prefix_cache import PrefixCache
 from sglang_minima.cache.profile import build_profile
-from sglang_minima.runner.segments import build_segments
+from sglang_minima.runner.segments import build_segments, count_reads
 from sglang_minima.server_args import ServerArgs
 
 PAGE = 4
@@ -45,7 +45,8 @@ def check_batch(cache: PrefixCache, lengths: dict[int, int]) -> None:
     """Every reader finds its pages once, in order; a tree node's pages are listed once."""
     tables = cache.lifecycle.tables
     readers = [(tables[rid], length) for rid, length in lengths.items()]
-    segments = list(build_segments(readers, cache).rows())
+    table = build_segments(readers, cache)
+    segments = list(table.rows())
     found: list[list[Page]] = [[] for _ in readers]
     for segment in segments:
         assert len(segment.addresses) and len(segment.readers)
@@ -57,6 +58,11 @@ def check_batch(cache: PrefixCache, lengths: dict[int, int]) -> None:
     assert found == [read_pages(cache, table, length) for table, length in readers]
     listed = Counter(page for segment in segments for page in segment.addresses.tolist())
     assert not listed or max(listed.values()) == 1
+    sizes = {kind.name: kind.bytes_per_page(GEOMETRY) for kind in cache.profile.kinds}
+    assert count_reads(table, cache) == (
+        sum(sizes[cache.pool.kind_of(page)] for page in listed),
+        sum(sizes[cache.pool.kind_of(page)] for pages in found for page, _, _ in pages),
+    )
 
 
 def check_kinds(cache: PrefixCache) -> None:

@@ -6,12 +6,14 @@ Sample i of a prompt begins at prompt token i. A rid steers it: "slow..." takes 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+from minima_radix import LifecycleCounters
 from sglang_minima.channels import Addresses, Receiver, Sender
 from sglang_minima.messages import (
     AbortRequest,
@@ -102,13 +104,35 @@ class FakeScheduler:
                 "arena_bytes": 400,
                 "kinds": {"fp8": {**kind, "bytes_slab_waste": 0}},
                 "pages_used": 3,
+                "tiers": {
+                    "recent": {"pages": 2, "bytes": 200},
+                    "stale": {"pages": 1, "bytes": 100},
+                },
+                "free_slab_bytes": 0,
+                "pages_in_tree": 3,
                 "pages_evictable": 2,
                 "pages_locked": 1,
+                "tokens_available": 16,
                 "compression_vs_bf16": 2.0,
                 "retier_backlog": 0,
-                "counters": {"sealed_pages": 5, "retiered_pages": {"fp8->tq3": 4}},
+                "retier_seconds": 0.25,
+                "counters": {
+                    **dataclasses.asdict(LifecycleCounters(sealed_pages=5, evicted_pages=6)),
+                    "retiered_pages": {"fp8->tq3": 4},
+                },
+                "copied_tokens": 8,
             },
-            "statistics": {"last_gen_throughput": 12.5, "cache_hit_rate": 0.5},
+            "statistics": {
+                "preemptions": 0,
+                "generated_tokens": 1,
+                "computed_prompt_tokens": 3,
+                "cached_tokens": 2,
+                "cached_tokens_by_kind": {"fp8": 2},
+                "last_cache_hit_rate": 0.5,
+                "last_gen_throughput": 12.5,
+                "kv_read_bytes": 1000,
+                "kv_read_bytes_per_request": 3000,
+            },
             "routes": [{"operation": "decode", "route": "torch", "reason": "", "count": 9}],
             "aborted": self.aborted,
             "requests": self.requests[-8:],

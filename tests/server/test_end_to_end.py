@@ -60,7 +60,7 @@ def samples(server: RunningServer, name: str) -> dict[tuple[str, ...], float]:
         )
         for family in families
         for sample in family.samples
-        if sample.name == f"sglang:{name}"
+        if sample.name == name
     }
 
 
@@ -173,18 +173,25 @@ def test_metrics_agree_with_the_information(server: RunningServer) -> None:
     generate(server, essay("metrics", 4))
     now = settled(server)
     cache = now["cache"]
-    pages, sizes = samples(server, "kv_pages"), samples(server, "kv_bytes")
+    pages, sizes = samples(server, "minima:kv_pages"), samples(server, "minima:kv_bytes")
     for kind, entry in cache["kinds"].items():
         for state in ("used", "free"):
             assert pages[kind, state] == entry[f"pages_{state}"]
             assert sizes[kind, state] == entry[f"bytes_{state}"]
-    (evictable,) = samples(server, "kv_evictable_tokens").values()
+    (evictable,) = samples(server, "sglang:kv_evictable_tokens").values()
     assert evictable == cache["pages_evictable"] * now["page_size"]
-    (arena,) = samples(server, "kv_arena_bytes").values()
+    (arena,) = samples(server, "minima:arena_bytes").values()
     assert arena == cache["arena_bytes"]
-    cached = samples(server, "cached_tokens_total")
+    tiers = samples(server, "minima:tier_bytes")
+    assert tiers == {(tier,): entry["bytes"] for tier, entry in cache["tiers"].items()}
+    cached = samples(server, "minima:cached_tokens_total")
     by_kind = {(kind,): count for kind, count in now["statistics"]["cached_tokens_by_kind"].items()}
     assert cached == by_kind
+    (device,) = samples(server, "sglang:cached_tokens_total").values()
+    assert device == sum(cached.values())
+    (read,) = samples(server, "minima:kv_read_bytes_total").values()
+    (per_request,) = samples(server, "minima:kv_read_bytes_per_request_total").values()
+    assert 0 < read <= per_request
 
 
 def test_tenants_share_nothing(server: RunningServer) -> None:

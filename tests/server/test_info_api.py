@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 from server_kit import RunningServer
 
@@ -66,29 +64,3 @@ def test_load(fake: RunningServer) -> None:
 def test_profile(fake: RunningServer, path: str) -> None:
     assert fake.get(path).status_code == 200
     assert fake.post(path, {}).status_code == 200
-
-
-def test_metrics(fake: RunningServer) -> None:
-    def value(name: str) -> float:
-        text = fake.get("/metrics").text
-        found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
-        assert found, name
-        return float(found[1])
-
-    label = '{model_name="fake-model"}'
-    names = ("num_requests_total", "prompt_tokens_total", "generation_tokens_total")
-    before = [value(f"sglang:{name}{label}") for name in names]
-    fake.generate({"text": "abc", "sampling_params": {"max_new_tokens": 5}})
-    after = [value(f"sglang:{name}{label}") for name in names]
-    assert [b - a for a, b in zip(before, after, strict=True)] == [1, 3, 5]
-    assert value(f"sglang:time_to_first_token_seconds_count{label}") > 0
-    assert value(f"sglang:inter_token_latency_seconds_count{label}") >= 4
-    assert value(f"sglang:kv_evictable_tokens{label}") == 32
-    assert value('sglang:cached_tokens_total{model_name="fake-model",source="fp8"}') > 0
-    assert value('sglang:kv_bytes{kind="fp8",model_name="fake-model",state="used"}') == 300
-    assert (
-        value('sglang:routes{model_name="fake-model",operation="decode",reason="",route="torch"}')
-        == 9
-    )
-    event = 'sglang:kv_events{event="retiered_pages",kinds="fp8->tq3",model_name="fake-model"}'
-    assert value(event) == 4

@@ -22,6 +22,9 @@ from sglang_minima.tokenization.tokenizer import Tokenizer
 
 
 class FailingObserver:
+    def received(self, state: RequestState) -> None:
+        pass
+
     def progressed(self, state: RequestState, new_tokens: int) -> None:
         raise ZeroDivisionError
 
@@ -41,7 +44,7 @@ def run_with_manager(
             ModelLimits(vocab_size=258, context_length=512, max_total_tokens=400),
             Tokenizer.load(str(model_dir)),
             addresses,
-            FailingObserver(),
+            [FailingObserver()],
         )
         sender = Sender(addresses.frontend)
         try:

@@ -146,5 +146,5 @@ def test_every_byte_of_the_arena_is_accounted_for(server: RunningServer) -> None
     kinds = sum(kind[part] for kind in cache["kinds"].values() for part in parts)
     assert kinds + cache["free_slab_bytes"] + cache["unassigned_bytes"] == cache["arena_bytes"]
     text = server.get("/metrics").text
-    assert "sglang:kv_arena_bytes{" in text
+    assert "minima:arena_bytes{" in text
     assert 'state="used"' in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import socket
 import threading
@@ -61,7 +62,7 @@ def strict(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     assert "curl http://127.0.0.1" in output
     assert "400 tokens fit" in output
     assert "sesame" not in output
-    assert "Request slow-1: #prompt-token: 3, #cached-token: 2" in output
+    assert re.search(r'Finish: \{"rid": "slow-1", .*"prompt_tokens": 3, "cached_tokens": 2', output)
     assert not psutil.wait_procs(children, timeout=5)[1]
     assert not list(temporary.iterdir())
 

@@ -63,6 +63,9 @@ def report(cache: PrefixCache) -> dict[str, Any]:
         }
         used_pages += entry.pages_used
         used_bytes += entry.pages_used * page_bytes
+    recent = cache.profile.recent.name
+    free_pages = stats.free_slabs * cache.pool.pages_per_slab(recent)
+    free_pages += stats.kinds[recent].pages_free
     return {
         "arena_bytes": cache.arena.num_bytes,
         "free_slab_bytes": stats.free_slabs * cache.pool.slab_granules * GRANULE,
@@ -75,7 +78,9 @@ def report(cache: PrefixCache) -> dict[str, Any]:
         "pages_in_tree": 0 if cache.tree is None else cache.tree.total_pages,
         "pages_locked": 0 if cache.tree is None else cache.tree.locked_pages,
         "pages_evictable": 0 if cache.tree is None else cache.tree.evictable_pages,
+        "tokens_available": free_pages * cache.page_size,
         "retier_backlog": cache.controller.backlog,
+        "retier_seconds": cache.controller.seconds,
         "counters": _counters(cache.lifecycle.counters),
         "copied_tokens": cache.copied_tokens,
     }

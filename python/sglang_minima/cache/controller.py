@@ -8,6 +8,7 @@ page: the page may have been replaced or evicted before its turn comes.
 from __future__ import annotations
 
 import sys
+import time
 from collections import deque
 from typing import NamedTuple
 
@@ -36,6 +37,8 @@ class TierController:
         self._profile = arena.profile
         self._compresses = arena.profile.compresses
         self._backlog: deque[_Candidate] = deque()
+        self.seconds = 0.0
+        """Time spent converting pages."""
 
     @property
     def backlog(self) -> int:
@@ -115,6 +118,7 @@ class TierController:
     def _convert(self, conversions: list[Conversion], source: PageKind, target: PageKind) -> None:
         if not conversions:
             return
+        started = time.perf_counter()
         retier(
             self._arena.buffer,
             [conversion.source for conversion in conversions],
@@ -125,6 +129,7 @@ class TierController:
         )
         for conversion in conversions:
             self._lifecycle.publish(conversion)
+        self.seconds += time.perf_counter() - started
 
     def _is_recent(self, page: int) -> bool:
         return self._lifecycle.pool.kind_of(page) == self._profile.recent.name

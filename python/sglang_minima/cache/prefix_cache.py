@@ -51,6 +51,10 @@ class PrefixCache:
         self.controller = TierController(self.lifecycle, arena)
         self.deterministic = args.deterministic_cache
         self.copied_tokens = 0
+        self.kind_bytes: npt.NDArray[np.int64] = np.array(
+            [kind.bytes_per_page(geometry) for kind in profile.kinds]
+        )
+        """Bytes of a page of each of `profile.kinds`: int64 [kinds]."""
         self._kind_index = {kind.name: index for index, kind in enumerate(profile.kinds)}
 
     @property

@@ -21,8 +21,10 @@ from sglang_minima.entrypoints.info_api import ServerStatus, add_info_routes, pr
 from sglang_minima.entrypoints.metrics import ServerMetrics
 from sglang_minima.entrypoints.native_api import add_native_routes
 from sglang_minima.entrypoints.openai_api import add_openai_routes
+from sglang_minima.entrypoints.request_log import RequestLog
 from sglang_minima.processes import ProcessGroup
 from sglang_minima.tokenization.manager import ModelLimits, TokenizerManager
+from sglang_minima.tokenization.state import RequestObserver
 from sglang_minima.tokenization.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -93,7 +95,7 @@ class HttpServer:
         self._group = group
         self._tokenizer = tokenizer
         self._limits = ModelLimits.from_info(status.model_info)
-        self._metrics = ServerMetrics(status.model_name, args.log_requests)
+        self._metrics = ServerMetrics(status.model_name)
         self._status = status
         self._death: str | None = None
         config = uvicorn.Config(
@@ -134,7 +136,7 @@ class HttpServer:
     async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         loop = asyncio.get_running_loop()
         manager = self._manager = TokenizerManager(
-            self._args, self._limits, self._tokenizer, self._group.addresses, self._metrics
+            self._args, self._limits, self._tokenizer, self._group.addresses, self._observers()
         )
         add_info_routes(app, manager, self._status, self._metrics)
         add_native_routes(app, manager)
@@ -156,6 +158,12 @@ class HttpServer:
             warmup.cancel()
             await asyncio.gather(warmup, return_exceptions=True)
             await manager.close()
+
+    def _observers(self) -> list[RequestObserver]:
+        observers: list[RequestObserver] = [self._metrics]
+        if self._args.log_requests:
+            observers.append(RequestLog(self._args.log_requests_level, self._tokenizer))
+        return observers
 
     def _end_requests(self) -> None:
         if self._manager is not None:

@@ -19,7 +19,7 @@ from minima_kernels.attention import (
 from minima_kernels.attention.segments import offsets
 from minima_radix import RequestTable
 from sglang_minima.cache.prefix_cache import PrefixCache
-from sglang_minima.runner.segments import build_segments
+from sglang_minima.runner.segments import KvReads, build_segments, count_reads
 
 
 class Work(NamedTuple):
@@ -52,6 +52,7 @@ class ForwardBatch:
     extend_rows: int
     extend_plan: ExtendPlan | None
     decode_plan: DecodePlan | None
+    reads: KvReads
 
 
 def build_batch(works: Sequence[Work], cache: PrefixCache, device: torch.device) -> ForwardBatch:
@@ -69,17 +70,22 @@ def build_batch(works: Sequence[Work], cache: PrefixCache, device: torch.device)
         open_pages = [work.table.pages[work.start // page_size] for work in decodes]
         rows.append(_Rows(ids, positions, np.array(open_pages, dtype=np.int64)))
     extend_plan = decode_plan = None
+    reads: list[KvReads] = []
     if extends:
+        segments = build_segments([(work.table, work.start) for work in extends], cache)
+        reads.append(count_reads(segments, cache))
         extend_plan = plan_extend(
-            build_segments([(work.table, work.start) for work in extends], cache),
+            segments,
             offsets(lengths),
             profile.kinds,
             geometry,
             device,
         )
     if decodes:
+        segments = build_segments([(work.table, work.start + 1) for work in decodes], cache)
+        reads.append(count_reads(segments, cache))
         decode_plan = plan_decode(
-            build_segments([(work.table, work.start + 1) for work in decodes], cache),
+            segments,
             len(decodes),
             profile.kinds,
             geometry,
@@ -95,6 +101,7 @@ def build_batch(works: Sequence[Work], cache: PrefixCache, device: torch.device)
         extend_rows=sum(lengths),
         extend_plan=extend_plan,
         decode_plan=decode_plan,
+        reads=KvReads(sum(read.shared for read in reads), sum(read.per_request for read in reads)),
     )
 
 

@@ -9,12 +9,28 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
 from minima_kernels.attention.segments import SegmentTable, offsets, ranges
 from minima_radix import Node, RequestTable
 from sglang_minima.cache.prefix_cache import PrefixCache
+
+
+class KvReads(NamedTuple):
+    """KV bytes that attention over some segments reads, all layers together."""
+
+    shared: int
+    """Each segment once, for all its readers."""
+    per_request: int
+    """Each segment once for each of its readers."""
+
+
+def count_reads(segments: SegmentTable, cache: PrefixCache) -> KvReads:
+    """What attention over the segments reads; whole pages."""
+    sizes = cache.kind_bytes[segments.kind_index] * segments.num_pages
+    return KvReads(int(sizes.sum()), int(sizes @ segments.num_readers))
 
 
 def build_segments(readers: Sequence[tuple[RequestTable, int]], cache: PrefixCache) -> SegmentTable:

@@ -100,6 +100,7 @@ def take_output(request: Request, finish: FinishReason | None) -> TokenOutput:
         spaces_between_special_tokens=sampling.spaces_between_special_tokens,
         no_stop_trim=sampling.no_stop_trim,
         first_token_time=request.first_token_time,
+        queue_seconds=request.queue_seconds,
         stop=sampling.stop if first else [],
     )
     request.announced = True

@@ -47,6 +47,8 @@ class Request:
     """Times it found no room although it was alone."""
     finish: FinishReason | None = None
     arrival: float = field(default_factory=time.time)
+    queue_seconds: float | None = None
+    """Time from arrival to the first admission."""
     first_token_time: float = 0.0
     # What the next message to the detokenizer carries.
     unsent: list[int] = field(default_factory=list)

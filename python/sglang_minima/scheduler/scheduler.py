@@ -273,6 +273,7 @@ class Scheduler:
         lease = self._cache.lifecycle.begin_read()
         try:
             batch = build_batch([work for _, work in works], self._cache, self._runner.device)
+            self.statistics.read(batch.reads)
             hidden = self._runner.forward(batch)
         finally:
             self._cache.lifecycle.end_read(lease)

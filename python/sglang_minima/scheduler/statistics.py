@@ -12,8 +12,12 @@ from sglang_minima.scheduler.request import Request
 
 if TYPE_CHECKING:
     from sglang_minima.runner.batch import Work
+    from sglang_minima.runner.segments import KvReads
 
 logger = logging.getLogger(__name__)
+
+_CUDA_GRAPH = False
+"""In the lines because scripts that read SGLang's logs expect it; no route captures graphs."""
 
 
 class Statistics:
@@ -31,23 +35,36 @@ class Statistics:
         self.cached_tokens = 0
         self.cached_by_tier: dict[str, int] = {}
         self.gen_throughput = 0.0
+        self.cache_hit_rate = 0.0
+        """Cached share of the prompt tokens of the latest prefill batch."""
+        self.kv_read_bytes = 0
+        """KV bytes that attention read; pages that a batch shares count once."""
+        self.kv_read_bytes_per_request = 0
+        """The same, had every request of a batch read its own pages."""
         self._interval = decode_log_interval
         self._decode_steps = 0
         self._interval_started = time.perf_counter()
         self._interval_tokens = 0
         self._new_requests = 0
         self._new_cached = 0
+        self._prefill_logged = self._interval_started
 
     def admitted(self, request: Request) -> None:
         """Counts a request that has got its cached prefix (only its first admission)."""
         self._new_requests += 1
         if request.preemptions:
             return
+        request.queue_seconds = time.time() - request.arrival
         self._new_cached += request.cached_tokens
         self.prompt_tokens += request.prompt_len
         self.cached_tokens += request.cached_tokens
         for kind, count in request.cached_by_tier.items():
             self.cached_by_tier[kind] = self.cached_by_tier.get(kind, 0) + count
+
+    def read(self, reads: KvReads) -> None:
+        """Counts what attention reads for one batch."""
+        self.kv_read_bytes += reads.shared
+        self.kv_read_bytes_per_request += reads.per_request
 
     def finished(self, request: Request) -> None:
         if request.finish is not None and request.finish.type == "abort":
@@ -63,27 +80,18 @@ class Statistics:
         cache: PrefixCache,
     ) -> None:
         """Counts one step and logs it as users expect: every prefill, decodes now and then."""
-        extend: list[int] = []
+        prefilled = decodes = 0
         for request, work in works:
             count = len(work.token_ids)
             if work.start < request.prompt_len:
                 self.computed_tokens += count
-            if count > 1:
-                extend.append(count)
-        decodes = len(works) - len(extend)
+            elif count == 1:
+                decodes += 1
+                continue
+            prefilled += count
         self._interval_tokens += decodes
-        if extend or self._new_requests:
-            logger.info(
-                "Prefill batch, #new-seq: %d, #new-token: %d, #cached-token: %d, "
-                "token usage: %.2f, #running-req: %d, #queue-req: %d",
-                self._new_requests,
-                sum(extend),
-                self._new_cached,
-                usage(cache),
-                running,
-                waiting,
-            )
-            self._new_requests = self._new_cached = 0
+        if prefilled or self._new_requests:
+            self._log_prefill(prefilled, running, waiting, cache)
         if not decodes:
             return
         self._decode_steps += 1
@@ -91,15 +99,36 @@ class Statistics:
             now = time.perf_counter()
             self.gen_throughput = self._interval_tokens / (now - self._interval_started)
             logger.info(
-                "Decode batch, #running-req: %d, token usage: %.2f, "
-                "gen throughput (token/s): %.2f, #queue-req: %d",
+                "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, "
+                "cuda graph: %s, gen throughput (token/s): %.2f, #queue-req: %d",
                 running,
+                needed_tokens(cache),
                 usage(cache),
+                _CUDA_GRAPH,
                 self.gen_throughput,
                 waiting,
             )
             self._interval_started = now
             self._interval_tokens = 0
+
+    def _log_prefill(self, new_tokens: int, running: int, waiting: int, cache: PrefixCache) -> None:
+        now = time.perf_counter()
+        prompt_tokens = new_tokens + self._new_cached
+        self.cache_hit_rate = self._new_cached / prompt_tokens if prompt_tokens else 0.0
+        logger.info(
+            "Prefill batch, #new-seq: %d, #new-token: %d, #cached-token: %d, token usage: %.2f, "
+            "#running-req: %d, #queue-req: %d, cuda graph: %s, input throughput (token/s): %.2f",
+            self._new_requests,
+            new_tokens,
+            self._new_cached,
+            usage(cache),
+            running,
+            waiting,
+            _CUDA_GRAPH,
+            new_tokens / (now - self._prefill_logged),
+        )
+        self._new_requests = self._new_cached = 0
+        self._prefill_logged = now
 
     def snapshot(self) -> dict[str, Any]:
         """All counters by name."""
@@ -116,7 +145,10 @@ class Statistics:
             "cache_hit_rate": self.cached_tokens / self.prompt_tokens
             if self.prompt_tokens
             else 0.0,
+            "last_cache_hit_rate": self.cache_hit_rate,
             "last_gen_throughput": self.gen_throughput,
+            "kv_read_bytes": self.kv_read_bytes,
+            "kv_read_bytes_per_request": self.kv_read_bytes_per_request,
         }
 
 
@@ -125,3 +157,10 @@ def usage(cache: PrefixCache) -> float:
     pool = cache.pool
     used = sum(kind.granules_used for kind in pool.stats().kinds.values())
     return (used - pool.cache_only_granules) / pool.total_granules
+
+
+def needed_tokens(cache: PrefixCache) -> int:
+    """Tokens of the pages in use that eviction may not take."""
+    used = sum(kind.pages_used for kind in cache.pool.stats().kinds.values())
+    evictable = 0 if cache.tree is None else cache.tree.evictable_pages
+    return (used - evictable) * cache.page_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -69,7 +69,7 @@ class TokenizerManager:
         limits: of the loaded model.
         tokenizer: of the loaded model.
         addresses: where the other processes listen; binds `addresses.frontend`.
-        observer: told about outputs, for metrics and the request log.
+        observers: told about requests and outputs, for metrics and the request log.
     """
 
     def __init__(
@@ -78,13 +78,13 @@ class TokenizerManager:
         limits: ModelLimits,
         tokenizer: Tokenizer,
         addresses: Addresses,
-        observer: RequestObserver | None = None,
+        observers: Sequence[RequestObserver] = (),
     ) -> None:
         self.limits = limits
         self.tokenizer = tokenizer
         self.dead: str | None = None
         self._capacity = args.max_queued_requests + args.max_running_requests
-        self._observer = observer
+        self._observers = tuple(observers)
         self._sender = Sender(addresses.scheduler)
         self._receiver: AsyncReceiver[ToFrontend] = AsyncReceiver(addresses.frontend, ToFrontend)
         self._running: dict[str, tuple[RequestState, Generation]] = {}
@@ -133,6 +133,8 @@ class TokenizerManager:
             # Sent first: what cannot be sent must not count as running for ever.
             self._send(state.request)
             self._running[state.rid] = (state, generation)
+            for observer in self._observers:
+                observer.received(state)
         return generation
 
     async def in_thread(self, characters: int, work: Callable[[], T]) -> T:
@@ -223,10 +225,10 @@ class TokenizerManager:
             state.apply(update)
             if state.finish is not None:
                 del self._running[state.rid]
-            if self._observer is not None:
-                self._observer.progressed(state, len(update.output.new_ids))
+            for observer in self._observers:
+                observer.progressed(state, len(update.output.new_ids))
                 if state.finish is not None:
-                    self._observer.finished(state)
+                    observer.finished(state)
             generation.notify(state.rid)
 
     def _samples(

@@ -20,6 +20,8 @@ class EngineDead(RuntimeError):
 class RequestObserver(Protocol):
     """Told about the progress of requests (metrics, request log)."""
 
+    def received(self, state: RequestState) -> None: ...
+
     def progressed(self, state: RequestState, new_tokens: int) -> None: ...
 
     def finished(self, state: RequestState) -> None: ...
@@ -51,6 +53,8 @@ class RequestState:
         self.cached_tokens = 0
         self.cached_by_tier: dict[str, int] = {}
         self.preemptions = 0
+        self.queue_seconds: float | None = None
+        """Time the sequence waited in the scheduler before its first admission."""
         self.input_logprobs = TokenLogProbs()
         self.output_logprobs = TokenLogProbs()
         self.created = time.monotonic()
@@ -78,6 +82,7 @@ class RequestState:
         self.cached_tokens = output.cached_tokens
         self.cached_by_tier = output.cached_by_tier
         self.preemptions = output.preemptions
+        self.queue_seconds = output.queue_seconds
         if output.input_logprobs is not None:
             self.input_logprobs.add(output.input_logprobs, self._decode_each)
         if output.output_logprobs is not None:
