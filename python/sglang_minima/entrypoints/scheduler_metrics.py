@@ -44,8 +44,8 @@ _SGLANG_GAUGES: dict[str, tuple[str, Callable[[Info], float]]] = {
     "page_size": ("Tokens in a page", lambda info: info["page_size"]),
     "num_pages": ("Pages in use", lambda info: info["cache"]["pages_used"]),
     "gen_throughput": (
-        "Generated tokens per second, at the last decode log line",
-        lambda info: info["statistics"]["last_gen_throughput"],
+        "Generated tokens per second, at the last decode log line; 0 when nothing runs",
+        lambda info: info["statistics"]["last_gen_throughput"] if info["num_running_reqs"] else 0.0,
     ),
     "cache_hit_rate": (
         "Cached share of the prompt tokens of the latest prefill batch",
