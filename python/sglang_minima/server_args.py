@@ -53,6 +53,15 @@ class ServerArgs:
     chat_template: str | None = _setting(
         None, "model", "Jinja file (or template text) that replaces the model's chat template"
     )
+    tool_call_parser: Literal["qwen", "hermes", "llama3"] | None = _setting(
+        None,
+        "model",
+        "how the model writes tool calls (default: as its chat template shows; hermes when the "
+        "template knows no tools)",
+    )
+    reasoning_parser: Literal["deepseek-r1", "qwen3"] | None = _setting(
+        None, "model", "how the model marks its reasoning (default: it is part of the content)"
+    )
     context_length: int | None = _setting(
         None, "model", "longest sequence (default: the model's own limit)", size=True
     )

@@ -31,6 +31,18 @@ def fake(model_dir: Path) -> Iterator[RunningServer]:
 
 
 @pytest.fixture(scope="session")
+def scripted(model_dir: Path) -> Iterator[RunningServer]:
+    """A server that answers with the script in the prompt; its model reasons and calls tools."""
+    program = [str(HERE / "fake_server.py"), "--model-path", str(model_dir)]
+    flags = ("--context-length", "8192", "--reasoning-parser", "qwen3", "--api-key", "sesame")
+    server = start_server(program, *flags)
+    yield server
+    server.process.send_signal(signal.SIGINT)
+    output = server.process.communicate(timeout=30)[0]
+    assert server.process.returncode == 0, output
+
+
+@pytest.fixture(scope="session")
 def server() -> Iterator[RunningServer]:
     """The real server on the embedded model; skipped where that is not installed."""
     from sglang_minima.models.embedded import find_embedded_model

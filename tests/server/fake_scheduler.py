@@ -1,7 +1,8 @@
 """A scheduler process without a model: it answers each prompt with its own tokens, in a cycle.
 
 Sample i of a prompt begins at prompt token i. A rid steers it: "slow..." takes 50 ms a token,
-"die..." ends the process, "refuse..." is refused with status 503.
+"die..." ends the process, "refuse..." is refused with status 503. A prompt that holds ⟦a script⟧ is
+answered with the script and an end-of-sequence token.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ class Running:
     output: list[int] = field(default_factory=list)
     due: float = 0.0
     announced: bool = False
+    script: list[int] = field(default_factory=list)
+    """What to answer; empty: the prompt, in a cycle."""
 
 
 def logprobs(ids: list[int], request: GenerateRequest, first_known: bool) -> LogProbs:
@@ -67,6 +70,7 @@ def logprobs(ids: list[int], request: GenerateRequest, first_known: bool) -> Log
 class FakeScheduler:
     def __init__(self, args: ServerArgs, addresses: Addresses) -> None:
         self.tokenizer = Tokenizer.load(str(args.model_path))
+        self.context_length = args.context_length or CONTEXT_LENGTH
         self.receiver: Receiver[ToScheduler] = Receiver(addresses.scheduler, ToScheduler)
         self.detokenizer = Sender(addresses.detokenizer)
         self.frontend = Sender(addresses.frontend)
@@ -80,8 +84,8 @@ class FakeScheduler:
             "model_type": "llama",
             "architectures": ["LlamaForCausalLM"],
             "vocab_size": self.tokenizer.vocab_size,
-            "context_length": CONTEXT_LENGTH,
-            "max_total_num_tokens": MAX_TOTAL_TOKENS,
+            "context_length": self.context_length,
+            "max_total_num_tokens": max(MAX_TOTAL_TOKENS, self.context_length - 112),
             "page_size": 16,
             "device": "cpu",
             "dtype": "float32",
@@ -153,7 +157,7 @@ class FakeScheduler:
             if message.rid.startswith("die"):
                 os._exit(7)
             self.requests.append({"rid": message.rid, "salt": message.salt})
-            self.running[message.rid] = Running(message)
+            self.running[message.rid] = Running(message, script=self.script(message))
         elif isinstance(message, AbortRequest):
             running = self.running.pop(message.rid, None)
             if running is not None:
@@ -162,6 +166,13 @@ class FakeScheduler:
                 self.detokenizer.send(TokenBatch([self.output(running, [], finish)]))
         else:
             self.frontend.send(self.control(message))
+
+    def script(self, request: GenerateRequest) -> list[int]:
+        text = self.tokenizer.decode(request.input_ids)
+        if "⟧" not in text:
+            return []
+        script = text[text.rindex("⟦") + 1 : text.rindex("⟧")]
+        return [*self.tokenizer.encode(script), *self.tokenizer.eos_token_ids]
 
     def control(self, message: ControlRequest) -> ControlReply:
         if message.method == "info":
@@ -183,8 +194,10 @@ class FakeScheduler:
         if request.sampling.max_new_tokens == 0:
             del self.running[request.rid]
             return self.output(running, [], FinishReason("length"))
-        ids = request.input_ids
-        token = ids[(len(running.output) + request.seed_offset) % len(ids)]
+        ids = running.script or request.input_ids
+        token = ids[
+            (len(running.output) + (0 if running.script else request.seed_offset)) % len(ids)
+        ]
         running.output.append(token)
         finish = self.finish(running)
         if finish is not None:

@@ -11,6 +11,7 @@ from server_kit import RunningServer
 
 TEXT = {"text": "abc"}
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+TOOL = {"type": "function", "function": {"name": "f"}}
 
 BAD_GENERATE: list[tuple[dict[str, Any], str]] = [
     ({}, "text or input_ids"),
@@ -97,7 +98,28 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({**CHAT, "n": 1000}, "n must"),
     ({**CHAT, "top_logprobs": 5}, "logprobs"),
     ({**CHAT, "logprobs": True, "top_logprobs": 50}, "top_logprobs"),
-    ({**CHAT, "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    ({**CHAT, "tools": [{"type": "function"}]}, "tools[0]"),
+    ({**CHAT, "tools": [{"type": "web_search"}]}, "tools[0]"),
+    ({**CHAT, "tools": [{"type": "function", "function": {"name": ""}}]}, "name"),
+    ({**CHAT, "tools": [TOOL, TOOL]}, "same name"),
+    ({**CHAT, "tools": [TOOL], "tool_choice": "maybe"}, "tool_choice"),
+    ({**CHAT, "tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice"),
+    (
+        {
+            **CHAT,
+            "tools": [TOOL],
+            "tool_choice": {"type": "function", "function": {"name": "g"}},
+        },
+        "'g'",
+    ),
+    ({**CHAT, "tool_choice": "required"}, "tools is empty"),
+    ({**CHAT, "tools": [], "tool_choice": "required"}, "tools is empty"),
+    ({**CHAT, "functions": [{"name": "f"}]}, "use tools"),
+    ({**CHAT, "modalities": ["text", "audio"]}, "modalities"),
+    ({"messages": [{"role": "user", "content": "a", "tool_calls": []}]}, "tool_calls"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "function"),
+    ({"input_ids": [1, 900]}, "900"),
+    ({"input_ids": [], "messages": []}, "empty"),
     ({**CHAT, "response_format": {"type": "json_object"}}, "response_format"),
     ({**CHAT, "regex": "a+"}, "regex"),
     ({**CHAT, "lora_path": "x"}, "lora_path"),

@@ -69,7 +69,8 @@ def test_chat_parts_and_roles(fake: RunningServer) -> None:
     reply = fake.post("/v1/chat/completions", body).json()
     assert reply["choices"][0]["message"]["content"] == (
         "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
-        "<|im_start|>assistant\n<|im_end|>\n<|im_start|>tool\n4<|im_end|>\n"
+        "<|im_start|>assistant\n<|im_end|>\n"
+        "<|im_start|>user\n<tool_response>\n4\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n<|im_start|>"
     )
     assert reply["model"] == "fake-model"

@@ -39,7 +39,8 @@ OPENAI = (
 COMPLETION = (*OPENAI, "prompt", "echo", "best_of", "suffix")
 CHAT = (
     *(*OPENAI, "messages", "max_completion_tokens", "top_logprobs", "tools", "tool_choice"),
-    *("continue_final_message", "chat_template_kwargs"),
+    *("continue_final_message", "chat_template_kwargs", "parallel_tool_calls", "input_ids"),
+    *("reasoning_effort", "separate_reasoning"),
 )
 MESSAGES: tuple[Any, ...] = (
     [{"role": "user", "content": "hi"}],

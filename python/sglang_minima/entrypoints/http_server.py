@@ -16,12 +16,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sglang_minima.entrypoints.auth import BearerAuth
+from sglang_minima.entrypoints.chat_api import add_chat_route
+from sglang_minima.entrypoints.conversation import ChatRenderer
 from sglang_minima.entrypoints.errors import HttpError, json_response, openai_error
 from sglang_minima.entrypoints.info_api import ServerStatus, add_info_routes, probe
 from sglang_minima.entrypoints.metrics import ServerMetrics
 from sglang_minima.entrypoints.native_api import add_native_routes
 from sglang_minima.entrypoints.openai_api import add_openai_routes
 from sglang_minima.entrypoints.request_log import RequestLog
+from sglang_minima.entrypoints.tokenize_api import add_tokenize_routes
 from sglang_minima.processes import ProcessGroup
 from sglang_minima.tokenization.manager import ModelLimits, TokenizerManager
 from sglang_minima.tokenization.state import RequestObserver
@@ -140,7 +143,12 @@ class HttpServer:
         )
         add_info_routes(app, manager, self._status, self._metrics)
         add_native_routes(app, manager)
+        renderer = ChatRenderer(
+            self._tokenizer, self._args.tool_call_parser, self._args.reasoning_parser
+        )
         add_openai_routes(app, manager, self._status.model_name)
+        add_chat_route(app, manager, renderer, self._status.model_name)
+        add_tokenize_routes(app, manager, renderer)
 
         def died(reason: str) -> None:
             self._death = self._death or reason

@@ -2,13 +2,54 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from sglang_minima.entrypoints.openai_types import CommonBody
+from sglang_minima.entrypoints.replies import abort_error
 from sglang_minima.tokenization.state import RequestState, Triple
 
 
-def usage(states: Sequence[RequestState]) -> dict[str, Any]:
+@dataclass
+class Envelope:
+    """What every reply or chunk of one call carries."""
+
+    id: str
+    model: str
+    kind: str
+    """The `object` of the reply."""
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def wrap(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """A reply, or a chunk, with these choices."""
+        return {
+            "id": self.id,
+            "object": self.kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
+
+
+class UsagePolicy:
+    """Which chunks of a stream carry token counts."""
+
+    def __init__(self, body: CommonBody) -> None:
+        options = body.stream_options
+        self.at_end = options is not None and bool(options.include_usage)
+        self._always = options is not None and bool(options.continuous_usage_stats)
+
+    def add_to(self, chunk: dict[str, Any], state: RequestState, reasoning_tokens: int = 0) -> None:
+        """Adds the `usage` field of a chunk that is not the last."""
+        if self._always:
+            chunk["usage"] = usage([state], reasoning_tokens)
+        elif self.at_end:
+            chunk["usage"] = None
+
+
+def usage(states: Sequence[RequestState], reasoning_tokens: int = 0) -> dict[str, Any]:
     """Token counts of a call; a prompt counts once, however many samples it has."""
     first_samples = [state for state in states if state.request.seed_offset == 0]
     prompt = sum(state.prompt_tokens for state in first_samples)
@@ -19,8 +60,16 @@ def usage(states: Sequence[RequestState]) -> dict[str, Any]:
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
-        "reasoning_tokens": 0,
+        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
+        "reasoning_tokens": reasoning_tokens,
     }
+
+
+def raise_if_refused(state: RequestState) -> None:
+    """Raises the HTTP error of a sequence that the scheduler refused."""
+    error = abort_error(state.finish)
+    if error is not None:
+        raise error
 
 
 def finish_fields(state: RequestState) -> dict[str, Any]:

@@ -8,11 +8,10 @@ import msgspec
 
 from sglang_minima.entrypoints.generate_input import check_range, check_rid
 from sglang_minima.entrypoints.unsupported import EngineExtras
-from sglang_minima.sampling_params import MAX_NEW_TOKENS, InvalidRequest, SamplingParams
+from sglang_minima.sampling_params import InvalidRequest, SamplingParams
 from sglang_minima.tokenization.inputs import PromptInput, namespace_of
 
 MAX_COMPLETION_LOGPROBS = 20
-ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class StreamOptions(msgspec.Struct):
@@ -65,13 +64,18 @@ class CommonBody(EngineExtras, kw_only=True):
         if kind != "text":
             raise InvalidRequest(f"response_format of type {kind!r} is not supported yet")
 
-    def sampling(self, max_tokens: int, vocab_size: int) -> SamplingParams:
-        """The sampling parameters of every prompt of the call."""
+    def sampling(
+        self, max_tokens: int, vocab_size: int, structural_tag: str | None = None
+    ) -> SamplingParams:
+        """The sampling parameters of every prompt of the call; `structural_tag` is the grammar of
+        the call itself, beside which a client can ask for no other."""
         values = {
             "max_new_tokens": max_tokens,
             "min_new_tokens": self.min_tokens,
             "sampling_seed": self.seed,
         } | {name: getattr(self, name) for name in _SAME_NAME}
+        if structural_tag is not None:
+            values["structural_tag"] = structural_tag
         try:
             return SamplingParams.from_dict(values, vocab_size)
         except InvalidRequest as error:
@@ -165,66 +169,3 @@ class CompletionBody(CommonBody, kw_only=True):
         if kinds == {int}:
             return [[item for item in self.prompt if isinstance(item, int)]]
         return [item for item in self.prompt if not isinstance(item, int)]
-
-
-class ChatBody(CommonBody, kw_only=True):
-    """`/v1/chat/completions`."""
-
-    messages: list[dict[str, Any]]
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
-    functions: list[Any] | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-
-    def check(self) -> None:
-        self.check_supported(("functions",))
-        if self.tools and self.tool_choice != "none":
-            raise InvalidRequest("tools are not supported yet")
-        if self.tool_choice not in (None, "none", "auto"):
-            raise InvalidRequest("tool_choice is not supported yet")
-        if self.top_logprobs is not None:
-            check_range("top_logprobs", self.top_logprobs, 0, MAX_COMPLETION_LOGPROBS)
-            if self.top_logprobs and not self.logprobs:
-                raise InvalidRequest("top_logprobs needs logprobs: true")
-
-    def output_limit(self) -> int:
-        """Default: the rest of the context (the manager clips it)."""
-        if self.max_completion_tokens is not None:
-            return self.max_completion_tokens
-        return MAX_NEW_TOKENS if self.max_tokens is None else self.max_tokens
-
-    def checked_messages(self) -> list[dict[str, Any]]:
-        """The messages as the chat template gets them."""
-        if not self.messages:
-            raise InvalidRequest("messages is empty")
-        checked = [_message(index, message) for index, message in enumerate(self.messages)]
-        if self.continue_final_message and checked[-1]["role"] != "assistant":
-            raise InvalidRequest("continue_final_message needs a last message of the assistant")
-        return checked
-
-
-def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
-    role, content = message.get("role"), message.get("content")
-    if role not in ROLES:
-        raise InvalidRequest(f"messages[{index}].role must be one of {', '.join(ROLES)}")
-    # Newer clients call the system role "developer"; templates only know the old name.
-    role = "system" if role == "developer" else role
-    if content is None and role == "assistant":
-        content = ""
-    if isinstance(content, list):
-        content = [_part(index, part) for part in content]
-    elif not isinstance(content, str):
-        raise InvalidRequest(f"messages[{index}].content must be a text or a list of text parts")
-    return {**message, "role": role, "content": content}
-
-
-def _part(index: int, part: Any) -> dict[str, Any]:
-    if not isinstance(part, dict) or part.get("type") != "text":
-        raise InvalidRequest(f"messages[{index}].content: only parts of type text are supported")
-    if not isinstance(part.get("text"), str):
-        raise InvalidRequest(f"messages[{index}].content: a text part needs a text")
-    return part

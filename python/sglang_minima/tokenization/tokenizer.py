@@ -80,6 +80,17 @@ class Tokenizer:
         """Whether `apply_chat_template` can work."""
         return self._inner.chat_template is not None
 
+    @property
+    def chat_template(self) -> str | None:
+        """Source of the chat template; of all of them where a model has one for tools as well."""
+        template = self._inner.chat_template
+        return "\n".join(template.values()) if isinstance(template, dict) else template
+
+    def token_id(self, text: str) -> int | None:
+        """The id of a token of exactly this text; None when there is none."""
+        token: int | None = self._backend.token_to_id(text)
+        return token
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; special tokens written in it become their ids.
 

@@ -1,0 +1,114 @@
+"""Tools that a chat may call, and what a client says about calling them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sglang_minima.sampling_params import InvalidRequest
+
+MAX_TOOLS = 512
+MAX_NAME_LENGTH = 256
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function of the client's."""
+
+    name: str
+    description: str | None
+    parameters: dict[str, Any] | None
+    """JSON schema of its arguments; None when the client gave none."""
+    strict: bool = False
+    """Calls must follow the schema even when the model is free to call or not."""
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """What arguments must look like."""
+        return self.parameters or {"type": "object"}
+
+    def spec(self) -> dict[str, Any]:
+        """The form in which chat templates take tools."""
+        function: dict[str, Any] = {"name": self.name}
+        if self.description is not None:
+            function["description"] = self.description
+        function["parameters"] = self.parameters or {"type": "object", "properties": {}}
+        return {"type": "function", "function": function}
+
+
+@dataclass(frozen=True)
+class ToolChoice:
+    """Whether the model may, must or must not call tools."""
+
+    mode: Literal["auto", "required", "none"]
+    name: str | None = None
+    """With "required": the one tool to call."""
+
+
+NO_TOOLS = ToolChoice("none")
+
+
+def make_tool(name: Any, description: Any, parameters: Any, strict: bool, where: str) -> Tool:
+    """A checked tool.
+
+    Raises:
+        InvalidRequest: a part of it is not what it must be.
+    """
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_LENGTH:
+        raise InvalidRequest(f"{where} needs a name of 1 to {MAX_NAME_LENGTH} characters")
+    if description is not None and not isinstance(description, str):
+        raise InvalidRequest(f"{where}: the description must be a text")
+    if parameters is not None and not isinstance(parameters, dict):
+        raise InvalidRequest(f"{where}: the parameters must be a JSON schema (an object)")
+    return Tool(name, description, parameters, strict)
+
+
+def check_tools(tools: Sequence[Tool], choice: ToolChoice) -> None:
+    """Raises `InvalidRequest` for tools and a choice that do not go together."""
+    if len(tools) > MAX_TOOLS:
+        raise InvalidRequest(f"a request may have at most {MAX_TOOLS} tools")
+    names = {tool.name for tool in tools}
+    if len(names) < len(tools):
+        raise InvalidRequest("two tools have the same name")
+    if choice.mode == "required" and not tools:
+        raise InvalidRequest("tool_choice asks for a call, but tools is empty")
+    if choice.name is not None and choice.name not in names:
+        raise InvalidRequest(f"tool_choice names {choice.name!r}, which is not among the tools")
+
+
+def openai_tools(raw: list[Any] | None) -> list[Tool]:
+    """Tools in OpenAI's form: {"type": "function", "function": {...}}."""
+    tools = []
+    for index, item in enumerate(raw or []):
+        where = f"tools[{index}]"
+        if not isinstance(item, dict) or item.get("type", "function") != "function":
+            raise InvalidRequest(f"{where} must be an object of type function")
+        function = item.get("function")
+        if not isinstance(function, dict):
+            raise InvalidRequest(f"{where} needs a function")
+        tools.append(
+            make_tool(
+                function.get("name"),
+                function.get("description"),
+                function.get("parameters"),
+                function.get("strict") is True,
+                where,
+            )
+        )
+    return tools
+
+
+def openai_tool_choice(raw: Any, tools: Sequence[Tool]) -> ToolChoice:
+    """A `tool_choice` in OpenAI's form; without one the model may call the tools there are."""
+    match raw:
+        case None:
+            return ToolChoice("auto" if tools else "none")
+        case "auto" | "required" | "none":
+            return ToolChoice(raw)
+        case {"type": "function", "function": {"name": str(name)}}:
+            return ToolChoice("required", name)
+    raise InvalidRequest(
+        'tool_choice must be "auto", "required", "none" or '
+        '{"type": "function", "function": {"name": ...}}'
+    )

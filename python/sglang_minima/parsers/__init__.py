@@ -1,0 +1,1 @@
+"""Parsers of generated text: reasoning and tool calls. Pure: text in, pieces out."""

@@ -1,0 +1,127 @@
+"""Which parser reads a model's tool calls and reasoning, and the grammar that forces calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sglang_minima.parsers.pieces import Parser
+from sglang_minima.parsers.reasoning import END_THINK, THINK, ReasoningParser
+from sglang_minima.parsers.tool_calls import HermesParser, Llama3Parser
+
+ToolFormatName = Literal["hermes", "qwen", "llama3"]
+ReasoningFormatName = Literal["deepseek-r1", "qwen3"]
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How a family of models writes tool calls."""
+
+    name: str
+    arguments_key: str
+    begin: str
+    """Before the JSON object of a call."""
+    end: str
+    separator: str
+    """Between two calls."""
+    trigger: str
+    """How a call begins in free text."""
+
+    def parser(self, tool_names: Collection[str]) -> Parser:
+        """A parser of one answer to a prompt with these tools."""
+        return HermesParser() if self.begin else Llama3Parser(tool_names)
+
+    def call_text(self, name: str, arguments: Any) -> str:
+        """A call as the model would write it."""
+        call = json.dumps({"name": name, self.arguments_key: arguments}, ensure_ascii=False)
+        return f"{self.begin}{call}{self.end}"
+
+    def tag(self, name: str, schema: dict[str, Any] | bool) -> dict[str, Any]:
+        """The structural tag of a call of one tool."""
+        head = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{self.arguments_key}": '
+        return {
+            "type": "tag",
+            "begin": self.begin + head,
+            "content": {"type": "json_schema", "json_schema": schema},
+            "end": "}" + self.end,
+        }
+
+
+_HERMES = ToolFormat("hermes", "arguments", "<tool_call>\n", "\n</tool_call>", "\n", "<tool_call>")
+_LLAMA3 = ToolFormat("llama3", "parameters", "", "", "; ", '{"name": ')
+TOOL_FORMATS = {"hermes": _HERMES, "qwen": _HERMES, "llama3": _LLAMA3}
+
+
+def detect_tool_format(template: str | None) -> ToolFormat | None:
+    """The format that a chat template teaches; None when it has tools in a format unknown here.
+
+    Templates that know no tools get them in Hermes' words (see `tool_prompt`).
+    """
+    if template is None or not knows_tools(template) or "<tool_call>" in template:
+        return _HERMES
+    if "python_tag" in template or '"parameters"' in template or "ipython" in template:
+        return _LLAMA3
+    return None
+
+
+def knows_tools(template: str | None) -> bool:
+    """Whether a chat template can tell the model about tools."""
+    return template is not None and "tools" in template
+
+
+def reasoning_parser(name: str, prompt_end: str) -> Parser:
+    """A parser of one answer.
+
+    Args:
+        name: a reasoning format.
+        prompt_end: the last text of the prompt; templates open or close the reasoning there.
+    """
+    opened = prompt_end.rstrip().endswith(THINK)
+    closed = prompt_end.rstrip().endswith(END_THINK)
+    return ReasoningParser(opened or (name == "deepseek-r1" and not closed))
+
+
+def calls_grammar(
+    tool_format: ToolFormat,
+    tools: Sequence[tuple[str, dict[str, Any] | bool]],
+    required: bool,
+    parallel: bool,
+    reasons_first: bool,
+) -> str:
+    """A structural tag for answers with tool calls (JSON text).
+
+    Args:
+        tool_format: how calls are written.
+        tools: names and parameter schemas.
+        required: the answer is nothing but calls, at least one; else text and calls.
+        parallel: more than one call is allowed.
+        reasons_first: the answer begins inside reasoning that the prompt has opened.
+    """
+    tags = [tool_format.tag(name, schema) for name, schema in tools]
+    calls: dict[str, Any]
+    if required:
+        calls = {
+            "type": "tags_with_separator",
+            "tags": tags,
+            "separator": tool_format.separator,
+            "at_least_one": True,
+            "stop_after_first": not parallel,
+        }
+    else:
+        calls = {
+            "type": "triggered_tags",
+            "triggers": [tool_format.trigger],
+            "tags": tags,
+            "stop_after_first": not parallel,
+        }
+    if required and reasons_first:
+        thought = {
+            "type": "tag",
+            "begin": "",
+            "content": {"type": "any_text"},
+            "end": END_THINK + "\n\n",
+        }
+        calls = {"type": "sequence", "elements": [thought, calls]}
+    return json.dumps({"type": "structural_tag", "format": calls})
