@@ -9,8 +9,9 @@ import socket
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from sglang_minima.command_line import parse_args
 from sglang_minima.processes import (
     SCHEDULER,
     LaunchError,
@@ -19,7 +20,7 @@ from sglang_minima.processes import (
     resolve_model,
     start,
 )
-from sglang_minima.server_args import ServerArgs, parse_args
+from sglang_minima.server_args import ServerArgs
 
 if TYPE_CHECKING:
     from sglang_minima.entrypoints.http_server import HttpServer
@@ -117,15 +118,17 @@ def _announce(status: ServerStatus, listener: socket.socket) -> None:
     reachable = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
     key = " -H 'Authorization: Bearer <api key>'" if args.api_key else ""
     logger.info(
-        "%s runs on %s in %s (KV profile %s): %s tokens fit, context %s, page size %s; "
-        "listening on http://%s:%d, process %d.",
+        "%s runs on %s: compute %s, weights %s, kernels %s. KV profile %s: %s tokens fit as %s%s "
+        "pages of %s; context %s. Listening on http://%s:%d, process %d.",
         Path(status.model_name).name,
         info["device"],
         info["dtype"],
+        info["dtype"] if info["quantization"] == "none" else info["quantization"],
+        info["kernels"],
         args.kv_profile,
-        f"{info['max_total_num_tokens']:,}",
-        f"{info['context_length']:,}",
+        *_capacity(info),
         info["page_size"],
+        f"{info['context_length']:,}",
         host,
         port,
         os.getpid(),
@@ -138,6 +141,13 @@ def _announce(status: ServerStatus, listener: socket.socket) -> None:
         port,
         key,
     )
+
+
+def _capacity(info: dict[str, Any]) -> tuple[str, str, str]:
+    """Tokens as Recent pages, the format of those, and what fits once pages are Stale."""
+    recent, *stale = info["kv_kinds"]
+    more = f", {info['max_stale_tokens']:,} as {stale[0]}" if stale else ""
+    return f"{info['max_total_num_tokens']:,}", recent, more
 
 
 def _end(signum: int, frame: FrameType | None) -> None:

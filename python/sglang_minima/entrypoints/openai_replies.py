@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,12 +55,18 @@ def usage(states: Sequence[RequestState], reasoning_tokens: int = 0) -> dict[str
     first_samples = [state for state in states if state.request.seed_offset == 0]
     prompt = sum(state.prompt_tokens for state in first_samples)
     cached = sum(state.cached_tokens for state in first_samples)
+    by_tier: Counter[str] = Counter()
+    for state in first_samples:
+        by_tier.update(state.cached_by_tier)
     completion = sum(state.completion_tokens for state in states)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens_details": {
+            "cached_tokens": cached,
+            "cached_tokens_by_tier": dict(by_tier),
+        },
         "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
         "reasoning_tokens": reasoning_tokens,
     }

@@ -11,6 +11,7 @@ from minima_kernels import KVGeometry, Rotation
 from sglang_minima.cache.arena import KVArena
 from sglang_minima.models.config import ModelConfig
 from sglang_minima.models.loader import load_model
+from sglang_minima.models.progress import log_progress
 from sglang_minima.models.quantization import Quantization, fastest, supported
 from sglang_minima.runner.attention import PagedAttention
 from sglang_minima.runner.batch import ForwardBatch
@@ -85,8 +86,8 @@ class ModelRunner:
             self.device,
             load_format=args.load_format,
             quantization=self.quantization,
+            progress=log_progress(logger, "Loading weights"),
         )
-        logger.info("Weights: %s, activations %s", self.quantization, self.dtype)
         self.model.eval()
         self.context_length = min(
             args.context_length or self.config.max_position, self.config.max_position

@@ -8,6 +8,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from minima_kernels.allocator import keep_freed_memory
+from minima_kernels.cpu.library import current_level
+from minima_kernels.cpu.route import fallback_reason
 from minima_kernels.routes import ROUTES
 from minima_radix import check
 from sglang_minima import __version__
@@ -146,9 +148,19 @@ class SchedulerProcess:
             "page_size": geometry.page_size,
             "device": str(self.runner.device),
             "dtype": str(self.runner.dtype).removeprefix("torch."),
+            "quantization": self.runner.quantization,
+            "kernels": self._kernels(),
             "kv_profile": self.arena.profile.name,
             "kv_kinds": [kind.name for kind in self.arena.profile.kinds],
         }
+
+    def _kernels(self) -> str:
+        """Which implementation reads the pages, and why it is not the fastest one."""
+        formats = {format_ for kind in self.arena.profile.kinds for format_ in kind.formats}
+        reason = fallback_reason(formats, self.arena.geometry, self.runner.device)
+        if reason is None:
+            return f"native {current_level()}"
+        return f"torch ({reason})" if reason else "torch"
 
     def load(self) -> dict[str, int]:
         """How busy the scheduler is; routers ask often, so it costs no walk over the cache."""
