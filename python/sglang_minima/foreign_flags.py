@@ -78,7 +78,6 @@ FOREIGN_FLAGS = (
     _value("memory is reserved by need, not by forecast", "--schedule-conservativeness"),
     _value("every token is streamed at once", "--stream-interval"),
     _value("the server ends at once when a process dies", "--watchdog-timeout"),
-    _value("request lines never have prompt text", "--log-requests-level"),
     _value("--log-level is the level of all lines", "--log-level-http"),
     _value("grammars go through xgrammar", "--grammar-backend", only=("xgrammar",)),
     _value("tokenizers are fast ones", "--tokenizer-mode", only=("auto",)),
