@@ -149,11 +149,13 @@ def _tree_faults(tree: RadixTree) -> list[str]:
         "pinned": tree.pinned_pages,
         "locked": tree.locked_pages,
         "total": tree.total_pages,
+        "head": tree.pages_in_heads,
     }
-    total = locked = pinned = evictable = 0
+    total = locked = pinned = evictable = head = 0
     for node in tree.walk():
         name = f"node at page {node.start} of {node.namespace}"
         total += len(node.pages)
+        head += min(len(node.pages), max(tree.head_pages - node.start, 0))
         locked += len(node.pages) if node.lock_count else 0
         pinned += len(node.pages) if node.pin_count else 0
         evictable += 0 if node.lock_count or node.pin_count else len(node.pages)
@@ -168,7 +170,13 @@ def _tree_faults(tree: RadixTree) -> list[str]:
             faults.append(f"{name}: its parent is gone or does not know it")
         elif parent.end != node.start or parent.namespace != node.namespace:
             faults.append(f"{name}: does not begin where its parent ends")
-    found = {"evictable": evictable, "pinned": pinned, "locked": locked, "total": total}
+    found = {
+        "evictable": evictable,
+        "pinned": pinned,
+        "locked": locked,
+        "total": total,
+        "head": head,
+    }
     faults += [
         f"tree: {number} {what} pages counted, {found[what]} found"
         for what, number in counted.items()

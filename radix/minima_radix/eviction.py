@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from typing import Any
 
 from minima_radix.node import Node
 
 Policy = Callable[[Node], tuple[float, ...]]
 
 _PROTECTED_HITS = 2
+
+_Entry = tuple[Any, ...]
+"""The policy's key, then a number that no other entry has, then the node: flat, since a heap of
+many leaves spends its time on fetching what it compares."""
 
 
 def lru(node: Node) -> tuple[float, ...]:
@@ -50,7 +55,7 @@ class VictimQueue:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._heap: list[tuple[tuple[float, ...], int, Node]] = []
+        self._heap: list[_Entry] = []
         self._pushes = 0
         self.operations = 0
         """Heap operations so far; tests bound them."""
@@ -62,26 +67,24 @@ class VictimQueue:
         """Enters a node that may have become evictable."""
         if not node.queued and node.evictable:
             node.queued = True
-            self._pushes += 1
             self.operations += 1
-            heapq.heappush(self._heap, (self._policy(node), self._pushes, node))
+            heapq.heappush(self._heap, self._entry(node, self._policy(node)))
 
     def victim(self, keep: int | None = None) -> Node | None:
         """The evictable node with the smallest key whose last page is not `keep`, or None.
 
         The node keeps its entry: the next call finds it again while it stays the smallest.
         """
-        kept: tuple[tuple[float, ...], int, Node] | None = None
+        kept: _Entry | None = None
         found: Node | None = None
         while self._heap and found is None:
-            key, _, node = self._heap[0]
+            *key, _, node = self._heap[0]
             if not node.evictable:
                 node.queued = False
                 self._pop()
-            elif (now := self._policy(node)) != key:
-                self._pushes += 1
+            elif (now := self._policy(node)) != tuple(key):
                 self.operations += 1
-                heapq.heapreplace(self._heap, (now, self._pushes, node))
+                heapq.heapreplace(self._heap, self._entry(node, now))
             elif keep is not None and node.pages[-1] == keep:
                 kept = self._pop()  # a page ends at most one node
             else:
@@ -91,6 +94,10 @@ class VictimQueue:
             heapq.heappush(self._heap, kept)
         return found
 
-    def _pop(self) -> tuple[tuple[float, ...], int, Node]:
+    def _entry(self, node: Node, key: tuple[float, ...]) -> _Entry:
+        self._pushes += 1
+        return (*key, self._pushes, node)
+
+    def _pop(self) -> _Entry:
         self.operations += 1
         return heapq.heappop(self._heap)

@@ -119,7 +119,7 @@ class PageLifecycle:
         if self.tree is None:
             self.tables[rid] = RequestTable(namespace, (), priority)
             return Admission(0, [], None, 0)
-        match = self.tree.match(namespace, tokens, limit)
+        match = self.tree.match(namespace, tokens, limit, priority)
         table = self.tables[rid] = RequestTable(namespace, match.pages, priority)
         for page in match.pages:
             self.pool.acquire(page, _REQUEST, rid)
@@ -175,6 +175,24 @@ class PageLifecycle:
                 f"request {rid} has {len(table.pages)} pages, not room for {committed} tokens"
             )
         table.committed = committed
+
+    def commit_each(self, tables: Sequence[RequestTable]) -> list[int]:
+        """Counts one more token as written in each of the tables.
+
+        Returns the indices of those that have a page to seal now. Raises `LifecycleError` at the
+        first one without room; those before it are counted.
+        """
+        size = self.page_size
+        full = []
+        for index, table in enumerate(tables):
+            committed = table.committed + 1
+            if committed % size <= 1:
+                if committed > len(table.pages) * size:
+                    raise LifecycleError(f"no room for {committed} tokens in table {index}")
+                if committed % size == 0:
+                    full.append(index)
+            table.committed = committed
+        return full
 
     def seal(self, rid: int, tokens: Sequence[int]) -> list[Sealed]:
         """Makes every full committed page immutable and binds it to the tree at once.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
+from typing import Any
 
+from minima_radix.ordered import OrderedKeys
 from minima_radix.types import Namespace
 
 TOKEN_BYTES = 4
@@ -39,6 +40,7 @@ class Node:
     __slots__ = (
         "_keys",
         "children",
+        "derived",
         "hits",
         "key",
         "last_access",
@@ -67,7 +69,9 @@ class Node:
         self.key = bytearray(key)
         self.pages = array("q", pages)
         self.children: dict[bytes, Node] = {}
-        self._keys: list[bytes] = []  # first pages of the children, sorted
+        self._keys: OrderedKeys | None = None  # first pages of the children; None without any
+        self.derived: Any = None
+        """What somebody who reads `pages` has worked out from them; None again once they change."""
         self.last_access = 0.0
         self.hits = 0
         self.priority = 0
@@ -91,12 +95,18 @@ class Node:
     def add_child(self, first_page: bytes, child: Node) -> None:
         """Adds a child whose first page is new. O(log children) compares."""
         self.children[first_page] = child
-        insort(self._keys, first_page)
+        if self._keys is None:
+            self._keys = OrderedKeys()
+        self._keys.add(first_page)
 
     def remove_child(self, first_page: bytes) -> None:
-        """Removes a child by its first page."""
+        """Removes a child by its first page. O(log children) compares."""
         del self.children[first_page]
-        del self._keys[bisect_left(self._keys, first_page)]
+        assert self._keys is not None
+        if self.children:
+            self._keys.remove(first_page)
+        else:
+            self._keys = None
 
     def nearest_child(self, tokens: bytes) -> tuple[Node, int] | None:
         """The child whose first page shares the longest prefix with `tokens`, and its length.
@@ -104,9 +114,10 @@ class Node:
         In sorted order that child is next to where `tokens` would stand: O(log children).
         None when no child shares a token.
         """
-        at = bisect_left(self._keys, tokens)
+        if self._keys is None:
+            return None
         best: tuple[bytes, int] | None = None
-        for key in self._keys[max(at - 1, 0) : at + 1]:
+        for key in self._keys.neighbours(tokens):
             shared = common_tokens(key, tokens)
             if shared and (best is None or shared > best[1]):
                 best = (key, shared)

@@ -241,6 +241,11 @@ class PagePool:
                 slabs += book.evictable_slabs
         return own.free + own.states[_CACHE] + slabs * own.per_slab
 
+    @property
+    def free_slabs(self) -> int:
+        """Slabs that belong to no kind now."""
+        return len(self._free_slabs)
+
     def free_in_slabs(self, kind: str) -> int:
         """Free pages in the slabs that the kind has."""
         return self._book(kind).free

@@ -24,6 +24,7 @@ class RadixTree:
         page_size: tokens of a page.
         policy: name of an eviction policy (see `eviction.POLICIES`).
         clock: seconds, never running backwards; times of access and of pins.
+        head_pages: positions before this one are counted apart (see `pages_in_heads`).
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class RadixTree:
         page_size: int,
         policy: str = "lru",
         clock: Callable[[], float] = time.monotonic,
+        head_pages: int = 0,
     ) -> None:
         if page_size < 1:
             raise ValueError("page_size must be at least 1")
@@ -38,6 +40,11 @@ class RadixTree:
             raise ValueError(f"unknown eviction policy {policy!r}; known: {', '.join(POLICIES)}")
         self.page_size = page_size
         self.policy = policy
+        self.head_pages = head_pages
+        self.pages_in_heads = 0
+        """Pages in the tree with less than `head_pages` pages above them."""
+        self.splits = 0
+        """Times that a node was cut: as long as it stays, no node has got another parent."""
         self._clock = clock
         self._page_bytes = page_size * TOKEN_BYTES
         self._roots: dict[Namespace, Node] = {}
@@ -77,13 +84,17 @@ class RadixTree:
     # ---- match
 
     def match(
-        self, namespace: Namespace, tokens: Sequence[int], limit: int | None = None
+        self,
+        namespace: Namespace,
+        tokens: Sequence[int],
+        limit: int | None = None,
+        priority: int = 0,
     ) -> MatchResult:
         """Longest cached prefix of `tokens` (int32 ids; `array('i')` is fastest).
 
         At most `limit` tokens count, whole and partial page together. Counts as a hit and as an
-        access of all nodes used. The result may end inside a node and holds nothing: `lock` it
-        before anything else may change the tree.
+        access, of this priority, of all nodes used. The result may end inside a node and holds
+        nothing: `lock` it before anything else may change the tree.
         """
         data = token_bytes(tokens if limit is None else tokens[:limit])
         now = self._clock()
@@ -94,7 +105,7 @@ class RadixTree:
         pages: list[int] = []
         for step, step_pages in self._descend(root, data):
             node, taken = step, step_pages
-            node.last_access = now
+            self._touch(node, now, priority)
             node.hits += 1
             pages += node.pages[:taken].tolist()
         partial_page, partial_tokens = None, 0
@@ -106,7 +117,7 @@ class RadixTree:
                 partial_page = node.pages[taken]
         elif rest and (nearest := node.nearest_child(rest)) is not None:
             child, partial_tokens = nearest
-            child.last_access = now
+            self._touch(child, now, priority)
             partial_page = child.pages[0]
         return MatchResult(node if pages else None, pages, partial_page, partial_tokens, taken)
 
@@ -117,6 +128,20 @@ class RadixTree:
             return 0
         data = token_bytes(tokens if limit is None else tokens[:limit])
         return sum(taken for _, taken in self._descend(root, data)) * self.page_size
+
+    def unprotected(
+        self, namespace: Namespace, tokens: Sequence[int], limit: int | None = None
+    ) -> list[int]:
+        """Those of the whole pages that `match` would find which eviction may take now."""
+        root = self._roots.get(namespace)
+        if root is None:
+            return []
+        data = token_bytes(tokens if limit is None else tokens[:limit])
+        pages: list[int] = []
+        for node, taken in self._descend(root, data):
+            if not node.lock_count and not node.pin_count:
+                pages += node.pages[:taken]
+        return pages
 
     def _descend(self, node: Node, data: bytes) -> Iterator[tuple[Node, int]]:
         """The nodes below `node` along `data`, each with its number of equal whole pages."""
@@ -164,15 +189,18 @@ class RadixTree:
             new = pages[len(twins) :]
             key = data[len(twins) * self._page_bytes :]
             # A lock of somebody else means that his pages end where the node ends now.
+            start = node.end
             if self._may_grow(node, own_locks=1 if node is parent else 0):
                 node.key += key
                 node.pages.extend(new)
+                node.derived = None
                 self._protection.grown(node, len(new))
             else:
-                child = Node(namespace, node, node.end, key, new)
+                child = Node(namespace, node, start, key, new)
                 node.add_child(key[: self._page_bytes], child)
                 node = child
             self._node_of.update(zip(new, repeat(node)))
+            self.pages_in_heads += min(len(new), max(self.head_pages - start, 0))
             self._touch(node, now, priority)
             self._victims.offer(node)
         return InsertResult(node, twins)
@@ -183,6 +211,7 @@ class RadixTree:
             raise LifecycleError(f"page {page} is not at position {position}")
         node = self._node_of[page]
         node.pages[position - node.start] = new_page
+        node.derived = None
         del self._node_of[page]
         self._node_of[new_page] = node
 
@@ -235,6 +264,8 @@ class RadixTree:
         parent.children[bytes(node.key[:size])] = upper
         del node.key[: count * size]
         del node.pages[:count]
+        node.derived = None
+        self.splits += 1
         node.start += count
         node.parent = upper
         upper.add_child(bytes(node.key[:size]), node)
@@ -331,6 +362,8 @@ class RadixTree:
         if node is None:
             return None
         page = node.pages.pop()
+        node.derived = None
+        self.pages_in_heads -= node.end < self.head_pages
         del self._node_of[page]
         if node.pages:
             del node.key[-self._page_bytes :]

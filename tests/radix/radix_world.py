@@ -58,7 +58,11 @@ class World:
 
     def __post_init__(self) -> None:
         self.pool = PagePool(self.kinds, self.total_granules, self.slab_granules)
-        self.tree = RadixTree(self.page_size, self.policy, self.clock) if self.cached else None
+        self.tree = (
+            RadixTree(self.page_size, self.policy, self.clock, head_pages=2)
+            if self.cached
+            else None
+        )
         self.lifecycle = PageLifecycle(
             self.pool, self.tree, self.page_size, self.kinds[0].name, self.quota
         )

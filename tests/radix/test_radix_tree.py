@@ -205,6 +205,48 @@ def test_probe_is_no_access() -> None:
     assert tree.evict_page().page == 1
 
 
+def test_a_hit_lends_its_priority() -> None:
+    """What an important request uses is not the first to go, whoever wrote it."""
+    tree = tree_of(policy="priority")
+    for page in (1, 2, 3):
+        tree.insert(A, None, [page, page], [page], priority=int(page == 2))
+    tree.match(A, [1, 1], priority=5)
+    tree.match(A, [1, 1], priority=0)
+    assert evict_all(tree) == [3, 2, 1]
+
+
+def test_unprotected_pages_of_a_match() -> None:
+    tree = tree_of()
+    node = tree.insert(A, None, [1, 1, 2, 2, 3, 3], [1, 2, 3]).node
+    tree.insert(A, node, [4, 4], [4])
+    assert tree.unprotected(A, [1, 1, 2, 2, 9, 9]) == [1, 2]
+    locked = tree.lock(node, 2)
+    assert tree.unprotected(A, [1, 1, 2, 2, 3, 3, 4, 4], 7) == [3]
+    tree.unlock(locked)
+    tree.pin(A, [1, 1, 2, 2], 5.0)
+    assert tree.unprotected(A, [1, 1, 2, 2, 3, 3, 4, 4]) == [3, 4]
+    assert tree.unprotected(B, [1, 1]) == []
+
+
+def test_what_was_derived_from_pages_goes_with_them() -> None:
+    tree = tree_of()
+    node = tree.insert(A, None, [1, 1, 2, 2, 3, 3], [1, 2, 3]).node
+    node.derived = "kept"
+    tree.match(A, [1, 1, 2, 2])
+    tree.unlock(tree.lock(node, 3))
+    assert node.derived == "kept" and tree.splits == 0
+    tree.insert(A, node, [4, 4], [4])
+    assert node.derived is None  # it grew
+    node.derived = "kept"
+    tree.replace(2, 1, 20)
+    assert node.derived is None
+    node.derived = "kept"
+    assert tree.evict_page().page == 4 and node.derived is None
+    node.derived = "kept"
+    upper = tree.lock(node, 1)
+    assert (upper.derived, node.derived, tree.splits) == (None, None, 1)
+
+
 def test_eviction_can_spare_one_page() -> None:
     tree = tree_of()
     tree.insert(A, None, [1, 1, 2, 2], [1, 2])
