@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 
 import pytest
@@ -156,3 +157,37 @@ def test_a_page_without_room_for_its_format_is_not_read_before_it_has_it(
     assert kit.last(rid).preemptions > 0
     assert output_logprobs(kit, rid) == output_logprobs(cold, cold_rid)
     kit.check_idle()
+
+
+# --- memory ------------------------------------------------------------------------------------
+
+
+def test_a_request_leaves_no_cycle_behind(tiny_runner: ModelRunner) -> None:
+    """The scheduler process makes no full collections: what they would find would stay for ever."""
+    kit = EngineKit(make_args(page_size=PAGE, max_total_tokens=512), tiny_runner)
+    rng = random.Random(8)
+
+    def some_requests() -> None:
+        for _ in range(3):  # the cache is too small: eviction, preemption, compaction
+            for _ in range(6):
+                kit.submit(random_ids(rng, 120), max_new_tokens=120, ignore_eos=True)
+            kit.submit(random_ids(rng, 20), max_new_tokens=9, message=LOGPROBS)
+            kit.scheduler.abort(kit.submit(random_ids(rng, 20)))
+            kit.drain()
+
+    some_requests()
+    gc.collect()
+    gc.disable()
+    try:
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        some_requests()
+        gc.collect()
+        found = [thing for thing in gc.garbage if "sglang" in type(thing).__module__]
+        found += [thing for thing in gc.garbage if "minima" in type(thing).__module__]
+        number = len(gc.garbage)
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert kit.scheduler.statistics.preemptions > 0
+    assert not found and number < 20, number

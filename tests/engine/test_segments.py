@@ -15,7 +15,7 @@ from minima_radix import Namespace, OutOfPages, RequestTable
 from sglang_minima.cache.arena import KVArena
 from sglang_minima.cache.prefix_cache import PrefixCache
 from sglang_minima.cache.profile import build_profile
-from sglang_minima.runner.segments import build_segments, count_reads
+from sglang_minima.runner.segments import Cohorts, build_segments, count_reads
 from sglang_minima.server_args import ServerArgs
 
 PAGE = 4
@@ -41,12 +41,16 @@ def read_pages(cache: PrefixCache, table: RequestTable, length: int) -> list[Pag
     ]
 
 
-def check_batch(cache: PrefixCache, lengths: dict[int, int]) -> None:
-    """Every reader finds its pages once, in order; a tree node's pages are listed once."""
+def check_batch(cache: PrefixCache, lengths: dict[int, int], cohorts: Cohorts) -> None:
+    """What is kept between batches changes nothing. Every reader finds its pages once, in order; a
+    tree node's pages are listed once."""
     tables = cache.lifecycle.tables
     readers = [(tables[rid], length) for rid, length in lengths.items()]
-    table = build_segments(readers, cache)
-    segments = list(table.rows())
+    rows = [table for table, _ in readers]
+    kept = build_segments(rows, list(lengths.values()), cache, cohorts)
+    fresh = build_segments(rows, list(lengths.values()), cache)
+    assert all(np.array_equal(*pair) for pair in zip(kept, fresh, strict=True))
+    segments = list(kept.rows())
     found: list[list[Page]] = [[] for _ in readers]
     for segment in segments:
         assert len(segment.addresses) and len(segment.readers)
@@ -59,7 +63,7 @@ def check_batch(cache: PrefixCache, lengths: dict[int, int]) -> None:
     listed = Counter(page for segment in segments for page in segment.addresses.tolist())
     assert not listed or max(listed.values()) == 1
     sizes = {kind.name: kind.bytes_per_page(GEOMETRY) for kind in cache.profile.kinds}
-    assert count_reads(table, cache) == (
+    assert count_reads(kept, cache) == (
         sum(sizes[cache.pool.kind_of(page)] for page in listed),
         sum(sizes[cache.pool.kind_of(page)] for pages in found for page, _, _ in pages),
     )
@@ -80,6 +84,7 @@ def test_segments_equal_a_walk_of_the_block_tables(seed: int, tree: bool, pages:
     cache = make_cache(pages, tree)
     lifecycle = cache.lifecycle
     tokens: dict[int, list[int]] = {}
+    cohorts, share = Cohorts(), rng.choice([0.8, 1.0])
     for rid in range(1, 60):
         action = rng.choice(["admit", "admit", "grow", "grow", "retier", "end"])
         live = list(tokens)
@@ -117,9 +122,8 @@ def test_segments_equal_a_walk_of_the_block_tables(seed: int, tree: bool, pages:
             lifecycle.release(victim)
             del tokens[victim]
         check_kinds(cache)
-        check_batch(
-            cache, {rid: lifecycle.table(rid).committed for rid in tokens if rng.random() < 0.8}
-        )
+        chosen_rids = [rid for rid in tokens if rng.random() < share]
+        check_batch(cache, {rid: lifecycle.table(rid).committed for rid in chosen_rids}, cohorts)
 
 
 def test_a_shared_node_is_read_once_by_all() -> None:
@@ -133,8 +137,8 @@ def test_a_shared_node_is_read_once_by_all() -> None:
         cache.lifecycle.reserve(rid, rest)
         cache.lifecycle.commit(rid, rest)
         cache.lifecycle.seal(rid, tokens)
-    readers = [(cache.lifecycle.table(rid), 3 * PAGE + 2) for rid in range(1, 4)]
-    segments = list(build_segments(readers, cache).rows())
+    tables = [cache.lifecycle.table(rid) for rid in range(1, 4)]
+    segments = list(build_segments(tables, [3 * PAGE + 2] * 3, cache).rows())
     assert [s.readers.tolist() for s in segments] == [[0, 1, 2], [0], [1], [2]]
     assert [len(s.addresses) for s in segments] == [3, 1, 1, 1]
     assert [s.last_page_len for s in segments] == [PAGE, 2, 2, 2]

@@ -34,7 +34,12 @@ def run(tokenizer: Tokenizer, text: str, sampling: SamplingParams) -> tuple[str,
         ({"stop_regex": [r"z*", r"o\w+"]}, "stop", "own"),
         ({"stop_regex": [r"q?"]}, "stop", "q"),
         ({"max_new_tokens": 3}, "length", 3),
+        # What was complete before the minimum ends nothing; the next one does.
         ({"stop": ["quick"], "min_new_tokens": 4, "max_new_tokens": 6}, "length", 6),
+        ({"stop": ["quick"], "min_new_tokens": 4}, "stop", "quick"),
+        ({"stop": ["the lazy"], "min_new_tokens": 8}, "stop", "the lazy"),
+        ({"stop_regex": ["qu.ck"], "min_new_tokens": 4, "max_new_tokens": 6}, "length", 6),
+        ({"stop_regex": [r"q\w+|l\w+y"], "min_new_tokens": 4}, "stop", "lazy"),
     ],
 )
 def test_what_ends_it(

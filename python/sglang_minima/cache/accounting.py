@@ -19,21 +19,21 @@ def _counters(counters: LifecycleCounters) -> dict[str, Any]:
 
 
 def _tiers(cache: PrefixCache) -> dict[str, dict[str, int]]:
-    """Pages and bytes by tier. Anchors are known by their position; O(cached nodes)."""
+    """Pages and bytes by tier. Anchors are known by their position."""
     profile, geometry = cache.profile, cache.arena.geometry
     kinds = cache.pool.stats().kinds
     stale = kinds[profile.stale.name].pages_used if profile.compresses else 0
-    anchors: set[int] = set()
-    for node in () if cache.tree is None else cache.tree.walk():
-        anchors.update(node.pages[: max(profile.anchor_pages - node.start, 0)])
-    for table in cache.lifecycle.tables.values():
-        anchors.update(table.pages[: min(profile.anchor_pages, table.sealed_pages)])
-    recent = kinds[profile.recent.name].pages_used - len(anchors)
+    if cache.tree is not None:
+        anchors = cache.tree.pages_in_heads  # a sealed page is in the tree
+    else:
+        tables = cache.lifecycle.tables.values()
+        anchors = sum(min(profile.anchor_pages, table.sealed_pages) for table in tables)
+    recent = kinds[profile.recent.name].pages_used - anchors
     return {
         tier: {"pages": pages, "bytes": pages * kind.bytes_per_page(geometry)}
         for tier, pages, kind in (
             ("recent", recent, profile.recent),
-            ("anchor", len(anchors), profile.recent),
+            ("anchor", anchors, profile.recent),
             ("stale", stale, profile.stale),
         )
     }

@@ -3,6 +3,10 @@
 Positions become candidates when they leave the Recent window of a request (Minima-KV, section
 3.1); the conversion is Algorithm 1's Retier. A candidate names a place in the sequence, never a
 page: the page may have been replaced or evicted before its turn comes.
+
+The window of a request that has finished is of no use to anybody: its pages follow in idle time,
+once a next turn that would take them up has had time to come, and before anything is evicted.
+A page that a running request still counts as its window is never converted.
 """
 
 from __future__ import annotations
@@ -19,6 +23,17 @@ from sglang_minima.cache.arena import KVArena
 from sglang_minima.scheduler.request import Request
 
 _COMPACT_PAGES = 32
+
+_QUIET = 2.0
+"""Seconds after the end of a request before idle time is spent on its window."""
+
+
+class _Left(NamedTuple):
+    """A window page of a finished request."""
+
+    position: int
+    since: float
+    """`time.monotonic()` of the end."""
 
 
 class _Candidate(NamedTuple):
@@ -39,11 +54,26 @@ class TierController:
         self._backlog: deque[_Candidate] = deque()
         self.seconds = 0.0
         """Time spent converting pages."""
+        self._left: dict[int, _Left] = {}
+        """By page, the longest finished first."""
 
     @property
     def backlog(self) -> int:
-        """Positions waiting for conversion."""
-        return len(self._backlog)
+        """Pages waiting for conversion, those of finished requests with them."""
+        return len(self._backlog) + len(self._left)
+
+    @property
+    def left(self) -> int:
+        """Window pages of finished requests that wait for their conversion (some may be gone)."""
+        return len(self._left)
+
+    @property
+    def due(self) -> bool:
+        """Whether an idle step has something to convert now."""
+        if self._backlog:
+            return True
+        first = next(iter(self._left.values()), None)
+        return first is not None and time.monotonic() - first.since >= _QUIET
 
     def observe(self, request: Request) -> None:
         """Queues the pages of a running request that have left its Recent window."""
@@ -60,6 +90,47 @@ class TierController:
         request.retier_cursor = max(request.retier_cursor, end)
         request.observe_at = (request.retier_cursor + 1) * page_size + self._profile.window_tokens
 
+    def leave(self, request: Request) -> None:
+        """Notes the window of a request that is about to release its pages."""
+        table = request.table
+        assert table is not None
+        if not self._compresses or table.node is None:
+            return
+        now = time.monotonic()
+        for position in range(request.retier_cursor, table.sealed_pages):
+            page = table.pages[position]
+            if self._is_recent(page):
+                self._left.pop(page, None)
+                self._left[page] = _Left(position, now)
+
+    def idle_step(self, limit: int) -> int:
+        """Converts up to `limit` pages when nothing runs; returns how many."""
+        done = self.step(limit)
+        return done + self.compress_left(limit - done, _QUIET)
+
+    def compress_left(self, limit: int, quiet: float = 0.0) -> int:
+        """Converts up to `limit` window pages of requests that ended `quiet` seconds ago.
+
+        Stops where the copies would cost a cached page. Returns how many were converted.
+        """
+        conversions: list[Conversion] = []
+        before = time.monotonic() - quiet
+        pool, stale = self._lifecycle.pool, self._profile.stale.name
+        while self._left and len(conversions) < limit and pool.available(stale):
+            page, left = next(iter(self._left.items()))
+            if left.since > before:
+                break
+            del self._left[page]
+            tree = self._lifecycle.tree
+            # The page may have been evicted since, and be another's by now.
+            if tree is None or not tree.is_at(page, left.position):
+                continue
+            if not self._is_recent(page) or self._in_a_window(page, left.position):
+                continue
+            conversions.append(self._lifecycle.begin_retier(page, left.position, stale))
+        self._convert(conversions, self._profile.recent, self._profile.stale)
+        return len(conversions)
+
     def step(self, limit: int) -> int:
         """Converts up to `limit` pages of the backlog; returns how many were converted."""
         conversions: list[Conversion] = []
@@ -70,6 +141,8 @@ class TierController:
             # Several requests may have queued a page that they share.
             if page is None or page in chosen or not self._is_recent(page):
                 continue
+            if self._in_a_window(page, candidate.position):
+                continue  # the one whose window it is queues it again
             try:
                 conversions.append(
                     self._lifecycle.begin_retier(page, candidate.position, self._profile.stale.name)
@@ -129,7 +202,19 @@ class TierController:
         )
         for conversion in conversions:
             self._lifecycle.publish(conversion)
+            left = self._left.pop(conversion.source, None)
+            if left is not None and source == target:
+                self._left[conversion.destination] = left
         self.seconds += time.perf_counter() - started
+
+    def _in_a_window(self, page: int, position: int) -> bool:
+        """Whether a running request counts the page as its window."""
+        size = self._arena.geometry.page_size
+        tables = self._lifecycle.tables
+        return any(
+            position >= self._profile.stale_end(tables[rid].committed, size)
+            for rid in self._lifecycle.pool.request_holders(page)
+        )
 
     def _is_recent(self, page: int) -> bool:
         return self._lifecycle.pool.kind_of(page) == self._profile.recent.name

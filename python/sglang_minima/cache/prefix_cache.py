@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -13,7 +15,6 @@ from minima_radix import (
     PageLifecycle,
     PagePool,
     RadixTree,
-    RequestTable,
     Sealed,
 )
 from sglang_minima.cache.arena import KVArena
@@ -39,7 +40,9 @@ class PrefixCache:
         self.tree = (
             None
             if args.disable_radix_cache
-            else RadixTree(geometry.page_size, policy=args.radix_eviction_policy)
+            else RadixTree(
+                geometry.page_size, args.radix_eviction_policy, head_pages=profile.anchor_pages
+            )
         )
         self.lifecycle = PageLifecycle(
             self.pool,
@@ -64,8 +67,8 @@ class PrefixCache:
 
     @property
     def short_of_room(self) -> bool:
-        """True when less than a quarter of the slabs is free. O(kinds)."""
-        return 4 * self.pool.stats().free_slabs < self._num_slabs
+        """True when less than a quarter of the slabs is free. O(1)."""
+        return 4 * self.pool.free_slabs < self._num_slabs
 
     @property
     def capacity_tokens(self) -> int:
@@ -96,6 +99,23 @@ class PrefixCache:
             return 0
         return self.tree.probe(request.namespace, request.tokens, request.reuse_limit)
 
+    def admission_tokens(self, request: Request) -> int:
+        """Tokens of new Recent pages that admitting a waiting request takes from what is
+        obtainable: for what it has to compute, a page to go on with, and the cached pages that it
+        would use and that could have been evicted without it."""
+        needed = len(request.tokens) - self.match_length(request) + self.page_size
+        if self.tree is None:
+            return needed
+        limit = request.reuse_limit
+        pages = self.tree.unprotected(request.namespace, request.tokens, limit)
+        counts = np.bincount(self.kind_indices(np.array(pages, dtype=np.int64)))
+        granules = sum(
+            int(count) * self.pool.granules_of(kind.name)
+            for kind, count in zip(self.profile.kinds, counts, strict=False)
+        )
+        recent = self.pool.granules_of(self.profile.recent.name)
+        return needed + -(-granules // recent) * self.page_size
+
     def admit(self, request: Request) -> None:
         """Gives the request its block table, filled with the cached prefix of its tokens.
 
@@ -108,6 +128,7 @@ class PrefixCache:
         )
         table = self.lifecycle.table(request.holder)
         request.table = table
+        request.room = len(table.pages) * self.page_size
         request.written = admission.cached_tokens
         request.retier_cursor = self.profile.anchor_pages
         by_tier = self._count_by_kind(np.array(admission.pages, dtype=np.int64))
@@ -134,13 +155,16 @@ class PrefixCache:
         Unreferenced cached pages give way; other requests do not. In deterministic mode False as
         well while a page that the tokens would read cannot have the format of its position.
         """
-        table = _running(request)
+        table = request.held_table
         if self.deterministic and not self._settle(request):
             return False
-        if request.written + num_tokens <= len(table.pages) * self.page_size:
+        if request.written + num_tokens <= request.room:
             return True
         # In deterministic mode rows of the open page may be written and not yet committed.
         ahead = request.written - table.committed
+        self._compress_first(
+            -(-(request.written + num_tokens) // self.page_size) - len(table.pages)
+        )
         try:
             self.lifecycle.reserve(request.holder, ahead + num_tokens)
         except OutOfPages as error:
@@ -148,13 +172,14 @@ class PrefixCache:
             if kind is None or not self.controller.compact(kind):
                 return False
             return self.reserve(request, num_tokens)
+        request.room = len(table.pages) * self.page_size
         return True
 
     def commit(self, request: Request, num_tokens: int) -> list[Sealed]:
         """Counts `num_tokens` more tokens as written and seals (shares) every page now full."""
         request.written += num_tokens
         if not self.deterministic:
-            table = _running(request)
+            table = request.held_table
             self.lifecycle.commit(request.holder, num_tokens)
             sealed = []
             if table.committed >= (table.sealed_pages + 1) * self.page_size:
@@ -170,11 +195,27 @@ class PrefixCache:
         self._settle(request)  # without room now: `reserve` tries again before anybody reads
         return sealed
 
+    def commit_rows(self, requests: Sequence[Request]) -> None:
+        """`commit` of one token of each of the requests."""
+        if self.deterministic:
+            for request in requests:
+                self.commit(request, 1)
+            return
+        full = self.lifecycle.commit_each([request.held_table for request in requests])
+        for index in full:
+            self.lifecycle.seal(requests[index].holder, requests[index].tokens)
+        for request in requests:
+            request.written += 1
+            if request.written >= request.observe_at:
+                self.controller.observe(request)
+
     def release(self, request: Request) -> None:
         """Drops everything the request holds; the one path of finish, abort and preemption."""
+        if not self.deterministic:
+            self.controller.leave(request)
         self.lifecycle.release(request.holder)
         request.table = None
-        request.written = 0
+        request.written = request.room = 0
 
     def flush(self) -> int:
         """Evicts every cached page that no request uses; returns how many."""
@@ -183,6 +224,25 @@ class PrefixCache:
     def obtainable_tokens(self) -> int:
         """Estimate of the tokens that new Recent pages could take without preempting anybody."""
         return self.lifecycle.obtainable(self.profile.recent.name) * self.page_size
+
+    def _compress_first(self, wanted: int) -> None:
+        """Compresses what finished requests left before `wanted` new pages evict anything, as far
+        as that gains room and needs no eviction itself.
+
+        A free slab more is made than is wanted: without one nothing can be compressed.
+        """
+        if not self.profile.compresses:
+            return
+        pool, recent, stale = self.pool, self.profile.recent.name, self.profile.stale.name
+        per_slab = pool.pages_per_slab(stale)
+        gain = per_slab - pool.pages_per_slab(recent)  # of a slab full of compressed pages
+        while (missing := wanted + pool.pages_per_slab(recent) - pool.available(recent)) > 0:
+            pages = min(missing, pool.free_in_slabs(stale))
+            if missing > pages and gain > 0:
+                full = max(self.controller.left - pages, 0) // per_slab
+                pages += per_slab * min(-(-(missing - pages) // gain), full, pool.free_slabs)
+            if not self.controller.compress_left(pages):
+                return
 
     def _settle(self, request: Request) -> bool:
         """Gives the sealed pages the formats of their positions; False when there is no room."""
@@ -196,7 +256,7 @@ class PrefixCache:
     def _copy_on_write(self, request: Request, source: int, num_tokens: int) -> int:
         if not self.reserve(request, num_tokens):
             return 0
-        table = _running(request)
+        table = request.held_table
         source_kind = self._kind(source)
         copy_tokens(
             self.arena.buffer,
@@ -219,8 +279,3 @@ class PrefixCache:
             kind.name: int(count) * self.page_size
             for kind, count in zip(self.profile.kinds, counts, strict=True)
         }
-
-
-def _running(request: Request) -> RequestTable:
-    assert request.table is not None, f"request {request.rid} holds no pages"
-    return request.table

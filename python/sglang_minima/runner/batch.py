@@ -19,7 +19,7 @@ from minima_kernels.attention import (
 from minima_kernels.attention.segments import offsets
 from minima_radix import RequestTable
 from sglang_minima.cache.prefix_cache import PrefixCache
-from sglang_minima.runner.segments import KvReads, build_segments, count_reads
+from sglang_minima.runner.segments import Cohorts, KvReads, build_segments, count_reads
 
 
 class Work(NamedTuple):
@@ -35,12 +35,21 @@ class Work(NamedTuple):
         return self.start + len(self.token_ids)
 
 
+class DecodeRows(NamedTuple):
+    """One token each of several sequences, as three lists: a step has no time for an object of
+    each."""
+
+    tables: list[RequestTable]
+    token_ids: list[int]
+    starts: list[int]
+    """Position of the token in its sequence."""
+
+
 @dataclass(frozen=True)
 class ForwardBatch:
     """Rows are the tokens of all works one after another: first works of several tokens
-    (extend), then works of one token (decode)."""
+    (extend), then sequences with one token (decode)."""
 
-    works: tuple[Work, ...]
     input_ids: torch.Tensor
     """int64 [rows]"""
     positions: torch.Tensor
@@ -55,50 +64,61 @@ class ForwardBatch:
     reads: KvReads
 
 
-def build_batch(works: Sequence[Work], cache: PrefixCache, device: torch.device) -> ForwardBatch:
+def build_batch(
+    extends: Sequence[Work],
+    decodes: DecodeRows,
+    cache: PrefixCache,
+    device: torch.device,
+    cohorts: Cohorts | None = None,
+) -> ForwardBatch:
     """Lays the works out as rows and plans their attention. The cache must not change before the
-    batch has run."""
-    extends = [work for work in works if len(work.token_ids) > 1]
-    decodes = [work for work in works if len(work.token_ids) == 1]
+    batch has run.
+
+    Args:
+        cohorts: what the decodes of the step before shared.
+    """
     profile, geometry = cache.profile, cache.arena.geometry
     page_size = geometry.page_size
-    lengths = [len(work.token_ids) for work in extends]
     rows = [_extend_rows(work, page_size) for work in extends]
-    if decodes:
-        ids = np.array([work.token_ids[0] for work in decodes], dtype=np.int64)
-        positions = np.array([work.start for work in decodes], dtype=np.int64)
-        open_pages = [work.table.pages[work.start // page_size] for work in decodes]
-        rows.append(_Rows(ids, positions, np.array(open_pages, dtype=np.int64)))
     extend_plan = decode_plan = None
     reads: list[KvReads] = []
     if extends:
-        segments = build_segments([(work.table, work.start) for work in extends], cache)
+        segments = build_segments(
+            [work.table for work in extends], [work.start for work in extends], cache
+        )
         reads.append(count_reads(segments, cache))
         extend_plan = plan_extend(
             segments,
-            offsets(lengths),
+            offsets([len(work.token_ids) for work in extends]),
             profile.kinds,
             geometry,
             device,
         )
-    if decodes:
-        segments = build_segments([(work.table, work.start + 1) for work in decodes], cache)
+    if decodes.tables:
+        starts = np.array(decodes.starts, dtype=np.int64)
+        pages = [
+            table.pages[start // page_size]
+            for table, start in zip(decodes.tables, decodes.starts, strict=True)
+        ]
+        ids = np.array(decodes.token_ids, dtype=np.int64)
+        rows.append(_Rows(ids, starts, np.array(pages, dtype=np.int64)))
+        ends = [start + 1 for start in decodes.starts]
+        segments = build_segments(decodes.tables, ends, cache, cohorts)
         reads.append(count_reads(segments, cache))
         decode_plan = plan_decode(
             segments,
-            len(decodes),
+            len(decodes.tables),
             profile.kinds,
             geometry,
             device,
         )
-    ids, positions, pages = (np.concatenate(parts) for parts in zip(*rows, strict=True))
+    parts = rows[0] if len(rows) == 1 else _Rows(*map(np.concatenate, zip(*rows, strict=True)))
     return ForwardBatch(
-        works=(*extends, *decodes),
-        input_ids=_tensor(ids, device),
-        positions=_tensor(positions, device),
-        page_bytes=_tensor(pages * GRANULE, device),
-        slots=_tensor(positions % page_size, device),
-        extend_rows=sum(lengths),
+        input_ids=_tensor(parts.ids, device),
+        positions=_tensor(parts.positions, device),
+        page_bytes=_tensor(parts.pages * GRANULE, device),
+        slots=_tensor(parts.positions % page_size, device),
+        extend_rows=sum(len(work.token_ids) for work in extends),
         extend_plan=extend_plan,
         decode_plan=decode_plan,
         reads=KvReads(sum(read.shared for read in reads), sum(read.per_request for read in reads)),

@@ -1,21 +1,25 @@
-"""What a batch reads, as segments: found anew in every step, without a loop over pages.
+"""What a batch reads, as segments, without a loop over pages.
 
-Nothing is kept between steps, so nothing can be stale: a step costs a few operations for each
-request and tree node that it reads, and array operations over the pages.
+Two things are kept between steps, each where what it was made from changes: how the pages of a
+tree node are cut by kind, with the node, which drops it when a page of it comes, goes or is
+replaced; and who shares which node, as long as the readers end in the same nodes and none was cut.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from itertools import chain
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from minima_kernels.attention.segments import SegmentTable, offsets, ranges
 from minima_radix import Node, RequestTable
 from sglang_minima.cache.prefix_cache import PrefixCache
+
+_Int64Array = npt.NDArray[np.int64]
 
 
 class KvReads(NamedTuple):
@@ -33,7 +37,48 @@ def count_reads(segments: SegmentTable, cache: PrefixCache) -> KvReads:
     return KvReads(int(sizes.sum()), int(sizes @ segments.num_readers))
 
 
-def build_segments(readers: Sequence[tuple[RequestTable, int]], cache: PrefixCache) -> SegmentTable:
+class _Cut(NamedTuple):
+    """A run of pages, cut where their kind changes."""
+
+    addresses: _Int64Array
+    lengths: list[int]
+    """Pages of each part."""
+    kinds: list[int]
+
+
+class Cohorts:
+    """The tree nodes above a batch of readers, in order of position, and who reads each."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self.readers: list[list[int]] = []
+        self._ends: list[Node | None] = []
+        self._splits = -1
+
+    def update(self, tables: Sequence[RequestTable], splits: int) -> None:
+        """Makes it that of the tables; `splits` are those of the tree so far."""
+        ends = [table.node for table in tables]
+        if splits == self._splits and ends == self._ends:
+            return
+        sharing: dict[Node, list[int]] = {}
+        for reader, node in enumerate(ends):
+            while node is not None and node.parent is not None:
+                if node in sharing:
+                    sharing[node].append(reader)
+                else:
+                    sharing[node] = [reader]
+                node = node.parent
+        self.nodes = sorted(sharing, key=_start)
+        self.readers = [sharing[node] for node in self.nodes]
+        self._ends, self._splits = ends, splits
+
+
+def build_segments(
+    tables: Sequence[RequestTable],
+    lengths: Sequence[int],
+    cache: PrefixCache,
+    cohorts: Cohorts | None = None,
+) -> SegmentTable:
     """Cuts what the readers attend to into runs of pages with the same readers and kind.
 
     Every tree node on the path of several readers becomes one segment that all of them share, so
@@ -41,75 +86,81 @@ def build_segments(readers: Sequence[tuple[RequestTable, int]], cache: PrefixCac
     of position.
 
     Args:
-        readers: (block table, number of leading tokens to read), reader i is row group i.
+        tables: block table of each reader; reader i is row group i.
+        lengths: number of leading tokens that each reads.
         cache: tells the kind of a page.
+        cohorts: those of an earlier call, to be brought up to date.
     """
     page_size = cache.page_size
-    sharing: dict[Node, list[int]] = {}
-    pages = array("q")
-    run_pages: list[int] = []
-    last_page_len: list[int] = []
-    private: list[tuple[array[int], int, int]] = []
-    alone = len(readers) == 1
-    for reader, (table, length) in enumerate(readers):
-        # One reader shares nothing: its segments must not depend on how others cut the tree.
-        node = None if alone else table.node
-        while node is not None and node.parent is not None:
-            if node in sharing:
-                sharing[node].append(reader)
-            else:
-                sharing[node] = [reader]
-            node = node.parent
+    # One reader shares nothing: its segments must not depend on how others cut the tree.
+    shares = cache.tree is not None and len(tables) > 1
+    if cohorts is None or not shares:
+        cohorts = Cohorts()
+    if shares:
+        assert cache.tree is not None
+        cohorts.update(tables, cache.tree.splits)
+    addresses: list[_Int64Array] = []
+    num_pages: list[int] = []
+    kinds: list[int] = []
+    parts: list[int] = []
+    for node in cohorts.nodes:
+        cut: _Cut | None = node.derived
+        if cut is None:
+            cut = node.derived = _cut(node.pages, cache)
+        addresses.append(cut.addresses)
+        num_pages += cut.lengths
+        kinds += cut.kinds
+        parts.append(len(cut.kinds))
+    last_page_len = [page_size] * len(kinds)
+    own = array("q")
+    own_readers: list[list[int]] = []
+    for reader, (table, length) in enumerate(zip(tables, lengths, strict=True)):
         full, tail = divmod(length, page_size)
-        own = table.pages[0 if alone else table.bound_pages : full + 1 if tail else full]
-        if own:
-            private.append((own, tail or page_size, reader))
-    ordered = sorted(sharing, key=_start)
-    for node in ordered:
-        pages += node.pages
-        run_pages.append(len(node.pages))
-        last_page_len.append(page_size)
-    for own, tail, _ in private:
-        pages += own
-        run_pages.append(len(own))
-        last_page_len.append(tail)
-    run_readers = [sharing[node] for node in ordered] + [[reader] for _, _, reader in private]
-    return _cut_by_kind(pages, run_pages, last_page_len, run_readers, cache)
+        pages = table.pages[table.bound_pages if shares else 0 : full + 1 if tail else full]
+        if not pages:
+            continue
+        if shares:
+            # What is not bound to the tree is still written: Recent pages, the first of the kinds.
+            num_pages.append(len(pages))
+            kinds.append(0)
+            parts.append(1)
+            own += pages
+        else:
+            cut = _cut(pages, cache)
+            num_pages += cut.lengths
+            kinds += cut.kinds
+            parts.append(len(cut.kinds))
+            last_page_len += [page_size] * (len(cut.kinds) - 1)
+            addresses.append(cut.addresses)
+        last_page_len.append(tail or page_size)
+        own_readers.append([reader])
+    addresses.append(np.array(own, dtype=np.int64))
+    run_readers = cohorts.readers + own_readers
+    counts = np.array([len(one) for one in run_readers], dtype=np.int64)
+    readers = np.array([reader for one in run_readers for reader in one], dtype=np.int64)
+    reader_start = offsets(counts)
+    if len(kinds) > len(parts):  # a run of several kinds: its readers read every part
+        run = np.repeat(np.arange(len(parts)), parts)
+        readers = readers[ranges(reader_start[run], counts[run])]
+        reader_start = offsets(counts[run])
+    return SegmentTable(
+        np.concatenate(addresses),
+        offsets(num_pages),
+        np.array(kinds, dtype=np.int64),
+        np.array(last_page_len, dtype=np.int64),
+        readers,
+        reader_start,
+    )
 
 
 def _start(node: Node) -> int:
     return node.start
 
 
-def _cut_by_kind(
-    pages: array[int],
-    run_pages: Sequence[int],
-    last_page_len: Sequence[int],
-    run_readers: Sequence[Sequence[int]],
-    cache: PrefixCache,
-) -> SegmentTable:
-    """The segments of runs of pages that follow each other in `pages`, none of them empty."""
-    addresses = np.frombuffer(pages, dtype=np.int64)
+def _cut(pages: array[int], cache: PrefixCache) -> _Cut:
+    addresses = np.array(pages, dtype=np.int64)
     kinds = cache.kind_indices(addresses)
-    run_start = offsets(run_pages)
-    is_start = np.ones(len(addresses), dtype=bool)
-    np.not_equal(kinds[1:], kinds[:-1], out=is_start[1:])
-    is_start[run_start[:-1]] = True
-    start = np.flatnonzero(is_start)
-    page_start = np.concatenate((start, run_start[-1:]))
-    run = run_start.searchsorted(start, side="right") - 1
-    is_end = page_start[1:] == run_start[run + 1]
-    counts = np.array([len(one) for one in run_readers], dtype=np.int64)
-    reader_start = offsets(counts)
-    readers = np.array(list(chain.from_iterable(run_readers)), dtype=np.int64)
-    if len(run) > len(counts):  # a run of several kinds: its readers read every part
-        readers = readers[ranges(reader_start[run], counts[run])]
-        reader_start = offsets(counts[run])
-    return SegmentTable(
-        addresses,
-        page_start,
-        kinds[start].astype(np.int64),
-        np.where(is_end, np.array(last_page_len, dtype=np.int64)[run], cache.page_size),
-        readers,
-        reader_start,
-    )
+    starts = np.flatnonzero(kinds[1:] != kinds[:-1]) + 1
+    edges = [0, *starts.tolist(), len(addresses)]
+    lengths = [end - start for start, end in pairwise(edges)]
+    return _Cut(addresses, lengths, kinds[edges[:-1]].tolist())

@@ -1,14 +1,18 @@
-"""Which waiting request is admitted next, and which must wait for a twin."""
+"""Which waiting request is admitted next, which must wait for a twin, and who has to give way."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from sglang_minima.scheduler.request import Request
 
 _LPM_LIMIT = 128
 """With more requests waiting, order by arrival: matching all of them every step would cost more
 than the better order saves."""
+
+_PATIENCE = 32
+"""Requests that may be admitted before one that came earlier, because more of them is cached.
+Without a bound a flood of prompts that share a prefix would keep another one out for ever."""
 
 
 def order_waiting(
@@ -17,16 +21,43 @@ def order_waiting(
     """Waiting requests in the order of admission.
 
     Preempted requests come first (their users have already seen tokens), then higher priority,
-    then the policy: `lpm` = longest cached prefix, `fcfs` = arrival.
+    then the policy: `lpm` = longest cached prefix, but by arrival those that were overtaken too
+    often; `fcfs` = arrival.
     """
     requests = list(waiting)
     lpm = policy == "lpm" and len(requests) <= _LPM_LIMIT
 
-    def key(request: Request) -> tuple[bool, int, int, float]:
-        cached = match_length(request) if lpm else 0
-        return (request.preemptions == 0, -request.message.priority, -cached, request.arrival)
+    def key(request: Request) -> tuple[bool, int, bool, int, float]:
+        patient = lpm and request.overtaken < _PATIENCE
+        cached = match_length(request) if patient else 0
+        return (
+            request.preemptions == 0,
+            -request.message.priority,
+            patient,
+            -cached,
+            request.arrival,
+        )
 
     return sorted(requests, key=key)
+
+
+def note_overtaking(admitted: Request, waiting: Iterable[Request]) -> None:
+    """Counts for those still waiting that a later one of their priority was admitted."""
+    for request in waiting:
+        if (
+            request.arrival < admitted.arrival
+            and request.message.priority == admitted.message.priority
+        ):
+            request.overtaken += 1
+
+
+def next_victim(running: Sequence[Request]) -> Request:
+    """Who is preempted when memory is short: the lowest priority, of those the last admitted."""
+    return min(reversed(running), key=_priority)
+
+
+def _priority(request: Request) -> int:
+    return request.message.priority
 
 
 def twin_ahead(

@@ -30,6 +30,7 @@ from sglang_minima.messages import (
 )
 from sglang_minima.models.resolve import resolve_model_path
 from sglang_minima.runner.model_runner import ModelRunner
+from sglang_minima.scheduler.garbage import avoid_full_collections, forget_old_objects
 from sglang_minima.scheduler.scheduler import Scheduler
 from sglang_minima.scheduler.statistics import usage
 from sglang_minima.server_args import ServerArgs
@@ -39,6 +40,10 @@ logger = logging.getLogger(__name__)
 
 _IDLE_WAIT = 0.5
 """Seconds an idle scheduler waits for a message before it looks around again."""
+
+_CHECKED_PAGES = 10_000
+"""Cached pages up to which an idle scheduler recounts them: some 15 us each, for which a request
+that comes at that moment waits. The control method "check" recounts any number."""
 
 
 class SchedulerProcess:
@@ -66,17 +71,21 @@ class SchedulerProcess:
     def serve(self) -> None:
         """Runs for ever; the process is ended by its parent."""
         checked = progress = True
+        avoid_full_collections()
         while True:
             if self.scheduler.busy:
                 messages = self._receiver.drain()
             else:
                 # Without progress the backlog waits for room: looking at once would only spin.
-                converting = progress and self.cache.controller.backlog > 0
+                converting = progress and self.cache.controller.due
                 message = self._receiver.receive(0 if converting else _IDLE_WAIT)
                 messages = [] if message is None else [message, *self._receiver.drain()]
                 if not (messages or converting or checked):
                     # Only after a quiet moment: the next turn of a chat must not wait for it.
-                    self._check_when_idle()
+                    forget_old_objects()
+                    tree = self.cache.tree
+                    if tree is None or tree.total_pages <= _CHECKED_PAGES:
+                        self._check_when_idle()
                     checked = True
             for message in messages:
                 self._handle(message)

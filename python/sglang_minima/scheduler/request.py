@@ -7,7 +7,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from minima_radix import Namespace, RequestTable
-from sglang_minima.messages import FinishReason, GenerateRequest, LogProbs
+from sglang_minima.messages import FinishReason, GenerateRequest, LogProbs, TokenOutput
 from sglang_minima.runner.sampling import SamplingRow
 from sglang_minima.scheduler.stopping import StopMatcher
 
@@ -33,6 +33,8 @@ class Request:
     table: RequestTable | None = None
     """The block table while the request holds pages (running), else None (waiting)."""
     written: int = 0
+    room: int = 0
+    """Tokens that the pages of `table` hold."""
     retier_cursor: int = 0
     """Pages before this position have been handed to the tier controller."""
     observe_at: int = 0
@@ -43,6 +45,8 @@ class Request:
     prefilled: bool = False
     """True once the prompt has been computed to its end (a first token exists)."""
     preemptions: int = 0
+    overtaken: int = 0
+    """Later requests of its priority that were admitted while it waited."""
     stalls: int = 0
     """Times it found no room although it was alone."""
     finish: FinishReason | None = None
@@ -54,11 +58,15 @@ class Request:
     unsent: list[int] = field(default_factory=list)
     unsent_logprobs: LogProbs | None = None
     input_logprobs: LogProbs | None = None
-    announced: bool = False
+    reply: TokenOutput | None = None
+    """What its messages have in common, once the first of them is made."""
+    interval: int = field(init=False)
+    """Tokens of a message while it streams."""
 
     def __post_init__(self) -> None:
         self.tokens = array("i", self.message.input_ids)
         self.prompt_len = len(self.tokens)
+        self.interval = self.message.sampling.stream_interval
         self.row = SamplingRow(
             self.message.sampling,
             self.sampling_seed,
@@ -70,6 +78,12 @@ class Request:
     @property
     def rid(self) -> str:
         return self.message.rid
+
+    @property
+    def held_table(self) -> RequestTable:
+        """The block table of a running request."""
+        assert self.table is not None, f"request {self.rid} holds no pages"
+        return self.table
 
     @property
     def output_len(self) -> int:

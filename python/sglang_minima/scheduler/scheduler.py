@@ -11,23 +11,24 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from minima_radix import Namespace
 from sglang_minima.cache.prefix_cache import PrefixCache
 from sglang_minima.messages import FinishReason, GenerateRequest, TokenOutput
-from sglang_minima.runner.batch import Work, build_batch
+from sglang_minima.runner.batch import DecodeRows, Work, build_batch
 from sglang_minima.runner.model_runner import ModelRunner
 from sglang_minima.runner.sampling import sample
+from sglang_minima.runner.segments import Cohorts
 from sglang_minima.scheduler.outputs import (
-    is_due,
     record_input_logprobs,
     record_output_logprobs,
     take_output,
 )
-from sglang_minima.scheduler.policy import order_waiting, twin_ahead
+from sglang_minima.scheduler.policy import next_victim, note_overtaking, order_waiting, twin_ahead
 from sglang_minima.scheduler.request import Request
 from sglang_minima.scheduler.statistics import Statistics
 from sglang_minima.scheduler.stopping import StopMatcher
@@ -38,6 +39,15 @@ logger = logging.getLogger(__name__)
 
 _LOGIT_ROWS = 256
 """Prompt rows whose logits exist at once when prompt log-probabilities are asked for."""
+
+
+class Scheduled(NamedTuple):
+    """What one step runs."""
+
+    works: list[tuple[Request, Work]]
+    """Several tokens each."""
+    decodes: list[Request]
+    """One token each: the first of those pending."""
 
 
 class Scheduler:
@@ -61,11 +71,12 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._waiting: dict[str, Request] = {}
         self._running: list[Request] = []
-        """In order of admission; the last one is preempted first."""
+        """In order of admission."""
         self._limit = min(runner.context_length, cache.capacity_tokens)
         """Most tokens a sequence may have, prompt included."""
         self._refused_room: int | None = None
         """Tokens of room with which the first of the waiting was refused; None: not known."""
+        self._cohorts = Cohorts()
         self._next_holder = 0
         self._max_running = args.max_running_requests
         self._random = random.Random(args.random_seed)
@@ -121,37 +132,65 @@ class Scheduler:
 
     def step(self) -> bool:
         """Runs one batch; False when there was nothing to run."""
-        works = self._schedule()
-        if not works:
-            return self._cache.controller.step(self._args.retier_pages_per_step) > 0
-        # In deterministic mode every sequence runs alone: results must not depend on the batch.
-        groups = [[pair] for pair in works] if self._cache.deterministic else [works]
-        for group in groups:
-            self._run([pair for pair in group if pair[0].table is not None])
-        self.statistics.record_step(works, len(self._running), len(self._waiting), self._cache)
+        scheduled = self._schedule()
+        # Reserving for one may have preempted another that was chosen before it.
+        works = [pair for pair in scheduled.works if pair[0].table is not None]
+        decodes = [request for request in scheduled.decodes if request.table is not None]
+        if not works and not decodes:
+            return self._cache.controller.idle_step(self._args.retier_pages_per_step) > 0
+        if self._cache.deterministic:
+            # Every sequence runs alone: results must not depend on the batch.
+            for pair in works:
+                if pair[0].table is not None:
+                    self._run([pair], [])
+            for request in decodes:
+                if request.table is not None:
+                    self._run([], [request])
+        else:
+            self._run(works, decodes)
+        self.statistics.record_step(
+            len(decodes), len(self._running), len(self._waiting), self._cache
+        )
         # Conversions wait while a prompt is in prefill: they must not delay a first token. Where
         # room is short they do not wait, or steady arrivals would keep every page large.
-        if self._cache.short_of_room or all(request.prefilled for request in self._running):
-            self._cache.controller.step(self._args.retier_pages_per_step)
+        limit, short = self._args.retier_pages_per_step, self._cache.short_of_room
+        if short or all(request.prefilled for request in self._running):
+            done = self._cache.controller.step(limit)
+            if short:
+                self._cache.controller.compress_left(limit - done)
         return True
 
-    def _schedule(self) -> list[tuple[Request, Work]]:
+    def _schedule(self) -> Scheduled:
         """Chooses this step's work and reserves pages for it."""
-        works: list[tuple[Request, Work]] = []
+        scheduled = Scheduled([], [])
+        decodes = scheduled.decodes
         chunk = self._args.chunked_prefill_size
         budget = chunk if chunk > 0 else 1 << 60
-        for request in list(self._running):
+        plain = not self._cache.deterministic
+        for request in self._running.copy():
+            if plain and request.prefilled and request.written < request.room:
+                decodes.append(request)  # as nearly all: one pending token, in a page that it has
+                continue
             if request.table is None:
                 continue  # preempted by an earlier one in this loop
             count = self._chunk(request, budget)
             if count and self._reserve(request, count):
-                works.append((request, self._work(request, count)))
-                if count > 1:
-                    budget -= count
-        self._admit(works, budget)
-        return works
+                budget -= self._take(request, count, scheduled)
+        self._admit(scheduled, budget)
+        return scheduled
 
-    def _admit(self, works: list[tuple[Request, Work]], budget: int) -> None:
+    def _take(self, request: Request, count: int, scheduled: Scheduled) -> int:
+        """Adds the next tokens of a request to the step; returns what they take of its budget."""
+        self.statistics.scheduled(request, count)
+        if count == 1:
+            scheduled.decodes.append(request)
+            return 0
+        start = request.written
+        work = Work(request.held_table, request.tokens[start : start + count], start)
+        scheduled.works.append((request, work))
+        return count
+
+    def _admit(self, scheduled: Scheduled, budget: int) -> None:
         if not self._waiting or budget <= 0 or len(self._running) >= self._max_running:
             return
         # Ordering matches all that wait: not again while nothing says that one will fit.
@@ -173,7 +212,7 @@ class Scheduler:
                 and twin_ahead(request, prefilling, match_length(request), self._cache.page_size)
             ):
                 continue
-            if self._running and not self._fits(request):
+            if self._running and self._cache.admission_tokens(request) > self._room():
                 # What is in prefill now may be what this one shares with it.
                 self._refused_room = None if prefilling else self._room()
                 return
@@ -188,13 +227,9 @@ class Scheduler:
             self._running.append(request)
             self.statistics.admitted(request)
             prefilling.append(request)
-            works.append((request, self._work(request, count)))
+            note_overtaking(request, self._waiting.values())
+            self._take(request, count, scheduled)
             budget -= count
-
-    def _fits(self, request: Request) -> bool:
-        """Admission by memory."""
-        needed = len(request.tokens) - self._cache.match_length(request) + self._cache.page_size
-        return needed <= self._room()
 
     def _room(self) -> int:
         """Tokens of pages for new requests: what running ones still have to compute comes first,
@@ -223,18 +258,13 @@ class Scheduler:
         count = request.pending
         return count if count == 1 else min(count, budget)
 
-    def _work(self, request: Request, count: int) -> Work:
-        assert request.table is not None
-        start = request.written
-        return Work(request.table, request.tokens[start : start + count], start)
-
     def _reserve(self, request: Request, count: int) -> bool:
-        """Reserves pages, preempting the request admitted last while there is no room.
+        """Reserves pages, preempting others (see `next_victim`) while there is no room.
 
         False when the request itself had to go.
         """
         while not self._cache.reserve(request, count):
-            victim = self._running[-1]
+            victim = next_victim(self._running)
             if victim is not request:
                 self._preempt(victim)
                 continue
@@ -266,33 +296,49 @@ class Scheduler:
         self._refused_room = None
         self.statistics.preemptions += 1
 
-    def _run(self, works: Sequence[tuple[Request, Work]]) -> None:
-        if not works:
+    def _run(self, works: list[tuple[Request, Work]], decodes: list[Request]) -> None:
+        if not works and not decodes:
             return
-        by_table = {work.table: request for request, work in works}
-        lease = self._cache.lifecycle.begin_read()
+        cache = self._cache
+        rows = DecodeRows(
+            [request.held_table for request in decodes],
+            [request.tokens[request.written] for request in decodes],
+            [request.written for request in decodes],
+        )
+        lease = cache.lifecycle.begin_read()
         try:
-            batch = build_batch([work for _, work in works], self._cache, self._runner.device)
+            batch = build_batch(
+                [work for _, work in works], rows, cache, self._runner.device, self._cohorts
+            )
             self.statistics.read(batch.reads)
             hidden = self._runner.forward(batch)
         finally:
-            self._cache.lifecycle.end_read(lease)
+            cache.lifecycle.end_read(lease)
         last_rows: list[int] = []
         sampling: list[Request] = []
         row = 0
-        for work in batch.works:
-            request = by_table[work.table]
+        for request, work in works:
             count = len(work.token_ids)
             if not request.prefilled and request.wants_input_logprobs:
                 self._input_logprobs(request, work.start, hidden[row : row + count])
             row += count
-            self._cache.commit(request, count)
+            cache.commit(request, count)
             if request.pending == 0:
                 last_rows.append(row - 1)
                 sampling.append(request)
-        if sampling:
-            index = torch.tensor(last_rows, device=hidden.device)
-            self._sample(sampling, self._runner.logits(hidden.index_select(0, index)))
+        for request in decodes:
+            if not request.prefilled and request.wants_input_logprobs:
+                self._input_logprobs(request, request.written, hidden[row : row + 1])
+            if request.written + 1 == len(request.tokens):
+                last_rows.append(row)
+                sampling.append(request)
+            row += 1
+        cache.commit_rows(decodes)
+        if not sampling:
+            return
+        if len(last_rows) < row:
+            hidden = hidden.index_select(0, torch.tensor(last_rows, device=hidden.device))
+        self._sample(sampling, self._runner.logits(hidden))
 
     def _input_logprobs(self, request: Request, start: int, rows: torch.Tensor) -> None:
         first = max(request.message.logprob_start_len - 1 - start, 0)
@@ -303,19 +349,18 @@ class Scheduler:
     def _sample(self, requests: list[Request], logits: torch.Tensor) -> None:
         now = time.time()
         finished: list[TokenOutput] = []
-        drawing = [r for r in requests if r.message.sampling.max_new_tokens > 0]
+        drawing = [r for r in requests if r.prefilled or r.message.sampling.max_new_tokens > 0]
         if len(drawing) < len(requests):
-            keep = [i for i, r in enumerate(requests) if r.message.sampling.max_new_tokens > 0]
-            logits = logits[keep]
+            drawn = set(drawing)
+            logits = logits[[i for i, r in enumerate(requests) if r in drawn]]
             for request in requests:
-                if request.message.sampling.max_new_tokens == 0:
+                if request not in drawn:
                     request.prefilled = True
                     self._finish(request, FinishReason("length", 0))
                     finished.append(take_output(request, request.finish))
         if drawing:
             tokens = sample(logits, [request.row for request in drawing])
             record_output_logprobs(drawing, logits, tokens)
-            limit = self._limit
             for request, token in zip(drawing, tokens, strict=True):
                 request.tokens.append(token)
                 request.unsent.append(token)
@@ -323,12 +368,12 @@ class Scheduler:
                     request.prefilled = True
                     request.first_token_time = request.first_token_time or now
                 reason = request.stop.check(request.tokens, request.prompt_len)
-                if reason is None and len(request.tokens) >= limit:
+                if reason is None and len(request.tokens) >= self._limit:
                     reason = FinishReason("length", request.output_len)
                 if reason is not None:
                     self._finish(request, reason)
                     finished.append(take_output(request, reason))
-                elif is_due(request):
+                elif len(request.unsent) >= request.interval or request.reply is None:
                     finished.append(take_output(request, None))
             self.statistics.generated += len(drawing)
         if finished:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from sglang_minima.cache.prefix_cache import PrefixCache
 from sglang_minima.scheduler.request import Request
 
 if TYPE_CHECKING:
-    from sglang_minima.runner.batch import Work
     from sglang_minima.runner.segments import KvReads
 
 logger = logging.getLogger(__name__)
@@ -47,6 +45,8 @@ class Statistics:
         self._interval_tokens = 0
         self._new_requests = 0
         self._new_cached = 0
+        self._prefilled = 0
+        self._single_prompt_rows = 0
         self._prefill_logged = self._interval_started
 
     def admitted(self, request: Request) -> None:
@@ -72,23 +72,23 @@ class Statistics:
         else:
             self.completed += 1
 
-    def record_step(
-        self,
-        works: Sequence[tuple[Request, Work]],
-        running: int,
-        waiting: int,
-        cache: PrefixCache,
-    ) -> None:
-        """Counts one step and logs it as users expect: every prefill, decodes now and then."""
-        prefilled = decodes = 0
-        for request, work in works:
-            count = len(work.token_ids)
-            if work.start < request.prompt_len:
-                self.computed_tokens += count
-            elif count == 1:
-                decodes += 1
-                continue
-            prefilled += count
+    def scheduled(self, request: Request, tokens: int) -> None:
+        """Counts tokens that a step is going to run; decode steps may be left out."""
+        in_prompt = request.written < request.prompt_len
+        if in_prompt:
+            self.computed_tokens += tokens
+        if in_prompt or tokens > 1:
+            self._prefilled += tokens
+        self._single_prompt_rows += in_prompt and tokens == 1
+
+    def record_step(self, rows: int, running: int, waiting: int, cache: PrefixCache) -> None:
+        """Counts one step and logs it as users expect: every prefill, decodes now and then.
+
+        Args:
+            rows: requests that ran a single token.
+        """
+        prefilled, decodes = self._prefilled, rows - self._single_prompt_rows
+        self._prefilled = self._single_prompt_rows = 0
         self._interval_tokens += decodes
         if prefilled or self._new_requests:
             self._log_prefill(prefilled, running, waiting, cache)

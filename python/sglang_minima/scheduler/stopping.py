@@ -31,6 +31,8 @@ class StopMatcher:
         self._decoder: IncrementalDecoder | None = None
         self._tokenizer = tokenizer
         self._text = ""
+        self._early = 0
+        """Leading characters of `_text` that were written before min_new_tokens."""
         self._longest = max((len(text) for text in sampling.stop), default=0)
         self._reads_text = tokenizer is not None and bool(sampling.stop or self._patterns)
         self._min_new_tokens = sampling.min_new_tokens
@@ -73,10 +75,15 @@ class StopMatcher:
                 self._sampling.spaces_between_special_tokens,
             )
         delta = self._decoder.push([tokens[-1]])
-        self._text = (self._text + delta)[-max(_REGEX_WINDOW, 2 * self._longest) :]
+        text = self._text + delta
+        self._text = text[-max(_REGEX_WINDOW, 2 * self._longest) :]
+        self._early = max(self._early - len(text) + len(self._text), 0)
+        if not settled:
+            self._early = len(self._text)
         if not settled or not delta:
             return None
-        # A match must touch the new text; older text was searched when it was new.
+        # A match must touch the new text; older text was searched when it was new, or came before
+        # the minimum: what is complete by then ends nothing, or the minimum would be none.
         tail = self._text[-(len(delta) + self._longest) :]
         for stop in self._sampling.stop:
             if stop in tail:
@@ -85,7 +92,9 @@ class StopMatcher:
             try:
                 matches = pattern.finditer(self._text, timeout=_REGEX_TIMEOUT)
                 # A pattern such as a* also matches nothing, which stops nobody.
-                found = next((match[0] for match in matches if match[0]), None)
+                found = next(
+                    (match[0] for match in matches if match[0] and match.end() > self._early), None
+                )
             except TimeoutError:
                 return FinishReason(
                     "abort", message="stop_regex takes too long to search", status_code=400
