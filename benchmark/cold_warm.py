@@ -41,7 +41,7 @@ from sglang_minima.cache.prefix_cache import PrefixCache
 from sglang_minima.cache.profile import build_profile
 from sglang_minima.messages import GenerateRequest
 from sglang_minima.models.resolve import resolve_model_path
-from sglang_minima.runner.batch import Work, build_batch
+from sglang_minima.runner.batch import DecodeRows, Work, build_batch
 from sglang_minima.runner.model_runner import ModelRunner
 from sglang_minima.sampling_params import SamplingParams
 from sglang_minima.scheduler.request import Request
@@ -122,7 +122,8 @@ class Variant:
             raise RuntimeError("the KV arena is too small for this text")
         assert request.table is not None
         work = Work(request.table, request.tokens[cached:], cached)
-        hidden = self.runner.forward(build_batch([work], self.cache, self.runner.device))
+        batch = build_batch([work], DecodeRows([], [], []), self.cache, self.runner.device)
+        hidden = self.runner.forward(batch)
         self.cache.release(request)
         return self.runner.logits(hidden[-SCORED:])
 

@@ -5,16 +5,17 @@
 No model: a stub runner returns random hidden states and logits (1,024 tokens of vocabulary). The
 time of a step is `Scheduler.step` without the stub's time and without the kernel that re-encodes
 pages; everything else counts: batch forming, segments and attention plan, sampling, stop
-conditions, sealing, tiers, output messages. One thread.
+conditions, sealing, tiers, output messages and their encoding. One thread; allocator and garbage
+collector are set as the scheduler process sets them.
 
 - step: 64 requests decode, each over a 1,536-token prompt prefix that all share and some 500
   tokens of its own, while the cache holds N further pages.
 - step, all read: the N cached pages are the contexts of the 64 requests (all share the first
-  half, 1/65 of the pages).
+  half, 1/65 of the pages), up to 200,000 of them. This one may grow: attention reads them all.
 - match: a cached prefix of 100,000 tokens among N pages.
 - evict: one page out of tree and pool where every leaf has one page: N leaves, 250 under each
   inner node.
-- evict, one parent: the same with all leaves under one node, up to 50,000 of them.
+- evict, one parent: the same with all leaves under one node.
 
 Times are CPU times of the thread, so that other load on the machine shows only as far as it slows
 the core down.
@@ -23,29 +24,31 @@ the core down.
 from __future__ import annotations
 
 import argparse
-import gc
 import random
 import time
 from array import array
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+import msgspec
 import numpy as np
 import torch
 from common import Claim, Record, format_claims, format_table
 
 from minima_kernels import GRANULE, KVGeometry
+from minima_kernels.allocator import keep_freed_memory
 from minima_kernels.transfer import retier
-from minima_radix import Namespace, ReferenceKind
+from minima_radix import Namespace, Node, ReferenceKind
 from minima_radix.room import CACHE_HOLDER
 from sglang_minima.cache import controller
 from sglang_minima.cache.arena import KVArena
 from sglang_minima.cache.prefix_cache import PrefixCache
 from sglang_minima.cache.profile import build_profile
-from sglang_minima.messages import GenerateRequest, TokenOutput
+from sglang_minima.messages import GenerateRequest, TokenBatch, TokenOutput
 from sglang_minima.runner.batch import ForwardBatch
 from sglang_minima.runner.model_runner import ModelRunner
 from sglang_minima.sampling_params import SamplingParams
+from sglang_minima.scheduler.garbage import avoid_full_collections, forget_old_objects
 from sglang_minima.scheduler.scheduler import Scheduler
 from sglang_minima.server_args import ServerArgs
 
@@ -58,10 +61,13 @@ SHARED_TOKENS = 1536
 VOCAB = 1024
 MATCH_TOKENS = 100_000
 CLAIM_PAGES = 50_000
+MOST_READ = 200_000
+"""Pages of the largest contexts together."""
 SIBLINGS = 250
 SIZES = (1_000, 10_000, 50_000, 200_000, 1_000_000)
 GEOMETRY = KVGeometry(num_layers=1, num_kv_heads=1, head_dim=64, page_size=PAGE)
 NAMESPACE = Namespace(None, None, "minima")
+KIND = "fp8"
 
 
 class Stopwatch:
@@ -123,28 +129,34 @@ class Bench:
         self.sent = 0
         runner = cast(ModelRunner, StubRunner(self.watch))
         self.scheduler = Scheduler(self.args, runner, self.cache, None, frozenset(), self._count)
+        assert self.cache.tree is not None
+        self.tree = self.cache.tree
         self._random = np.random.default_rng(0)
+        self._encoder = msgspec.msgpack.Encoder()
 
     def _count(self, outputs: list[TokenOutput]) -> None:
         self.sent += len(outputs)
+        self._encoder.encode(TokenBatch(outputs))
 
     def tokens(self, count: int) -> array[int]:
         """Random ids."""
         return array("i", self._random.integers(0, VOCAB, count, dtype=np.int32).tobytes())
 
     def fill(self, pages: int, leaf_pages: int) -> None:
-        """Puts pages into the tree, as finished requests of `leaf_pages` pages each."""
-        for rid in range(pages // leaf_pages):
-            self.insert(-1 - rid, self.tokens(leaf_pages * PAGE))
+        """Puts pages into the tree, as if finished requests of `leaf_pages` pages each had."""
+        for _ in range(pages // leaf_pages):
+            self.insert(self.tokens(leaf_pages * PAGE))
 
-    def insert(self, rid: int, tokens: array[int]) -> None:
-        """One finished request in the tree."""
-        lifecycle = self.cache.lifecycle
-        lifecycle.admit(rid, NAMESPACE, tokens, 0)
-        lifecycle.reserve(rid, len(tokens))
-        lifecycle.commit(rid, len(tokens))
-        lifecycle.seal(rid, tokens)
-        lifecycle.release(rid)
+    def insert(self, tokens: array[int], parent: Node | None = None) -> Node:
+        """Whole pages that only the cache holds, below a node."""
+        pages = [
+            self.cache.pool.allocate(KIND, ReferenceKind.CACHE, CACHE_HOLDER)
+            for _ in range(len(tokens) // PAGE)
+        ]
+        result = self.tree.insert(NAMESPACE, parent, tokens, pages)
+        for page in pages[: len(result.twins)]:
+            self.cache.pool.release(page, ReferenceKind.CACHE, CACHE_HOLDER)
+        return result.node
 
     def step_times(self, private_tokens: int, shared_tokens: int, steps: int) -> np.ndarray:
         """Milliseconds of `steps` decode steps of RUNNING requests, without stub and kernels."""
@@ -158,6 +170,7 @@ class Bench:
             self.scheduler.step()
         while self.cache.controller.backlog:
             self.scheduler.step()
+        settle_memory()
         times = []
         for _ in range(steps):
             self.watch.seconds, sent = 0.0, self.sent
@@ -185,64 +198,78 @@ def _result(what: str, pages: int, unit: str, values: np.ndarray) -> Result:
     return Result(what, pages, unit, median, p95, float(values.max()), len(values))
 
 
-def measure_step(pages: int, steps: int) -> Result:
-    bench = Bench(pages)
-    bench.fill(pages, 10)
-    _settle_memory()
+def measure_step(bench: Bench, pages: int, steps: int) -> Result:
+    """Decode steps while the cache holds `pages` others."""
     times = bench.step_times(512, SHARED_TOKENS, steps)
     return _result("step", pages, "ms", times)
 
 
 def measure_reading_step(pages: int, steps: int) -> Result:
+    """Decode steps that read all cached pages."""
     bench = Bench(pages)
     context = pages // (RUNNING + 1) * PAGE
-    _settle_memory()
     return _result("step, all read", pages, "ms", bench.step_times(context, context, steps))
 
 
-def measure_match(pages: int, repeats: int) -> Result:
-    bench = Bench(pages + MATCH_TOKENS // PAGE)
+def measure_match(bench: Bench, pages: int, repeats: int) -> Result:
+    """Matches of a long prefix while the cache holds `pages` others."""
     tokens = bench.tokens(MATCH_TOKENS)
     # As a conversation grows: ten nodes, since a sibling branches off at the end of each.
     for turn in range(1, 11):
         end = MATCH_TOKENS * turn // 10 // PAGE * PAGE
-        bench.insert(-(10**9) - turn, tokens[:end])
-        bench.insert(-(10**9) - 20 - turn, tokens[: end // 2] + bench.tokens(PAGE))
-    bench.fill(pages, 10)
-    _settle_memory()
-    assert bench.cache.tree is not None
+        bench.insert(tokens[:end])
+        bench.insert(tokens[: end // 2 // PAGE * PAGE] + bench.tokens(PAGE))
+    settle_memory()
     times = []
     for _ in range(repeats):
         start = time.thread_time()
-        match = bench.cache.tree.match(NAMESPACE, tokens)
+        match = bench.tree.match(NAMESPACE, tokens)
         times.append((time.thread_time() - start) * 1e3)
         assert len(match.pages) == MATCH_TOKENS // PAGE
     return _result("match", pages, "ms", np.array(times))
 
 
 def measure_evict(what: str, pages: int, repeats: int, siblings: int) -> Result:
+    """Evictions where `pages` leaves have a page each, `siblings` of them under one parent."""
     bench = Bench(2 * pages)
-    prefix = bench.tokens(PAGE)
-    for index in range(pages):
-        if index % siblings == 0:
-            prefix = bench.tokens(PAGE)
-        bench.insert(-1 - index, prefix + bench.tokens(PAGE))
-    _settle_memory()
-    tree, pool = bench.cache.tree, bench.cache.pool
-    assert tree is not None
+    for _ in range(-(-pages // siblings)):
+        parent = bench.insert(bench.tokens(PAGE))
+        # A leaf with no more than one user grows; the children are to be nodes of their own.
+        for _ in range(2):
+            bench.tree.lock(parent, 1)
+        tokens = bench.tokens(siblings * PAGE)
+        for first in range(0, len(tokens), PAGE):
+            bench.insert(tokens[first : first + PAGE], parent)
+        for _ in range(2):
+            bench.tree.unlock(parent)
+        assert len(parent.children) == siblings
+    settle_memory()
     times = []
     for _ in range(min(repeats, pages // 2)):
         start = time.thread_time()
-        evicted = tree.evict_page()
+        evicted = bench.tree.evict_page()
         assert evicted is not None
-        pool.release(evicted.page, ReferenceKind.CACHE, CACHE_HOLDER)
+        bench.cache.pool.release(evicted.page, ReferenceKind.CACHE, CACHE_HOLDER)
         times.append((time.thread_time() - start) * 1e6)
     return _result(what, pages, "us", np.array(times))
 
 
-def _settle_memory() -> None:
-    """Garbage of the filling must not be collected inside a measurement."""
-    gc.collect()
+def settle_memory() -> None:
+    """What the scheduler process does in its first quiet moment."""
+    forget_old_objects()
+
+
+def measure(pages: int, steps: int) -> list[Result]:
+    """Everything at one size."""
+    bench = Bench(pages + MATCH_TOKENS // PAGE)
+    bench.fill(pages, 10)
+    results = [measure_match(bench, pages, steps), measure_step(bench, pages, steps)]
+    del bench
+    if pages <= MOST_READ:
+        results.append(measure_reading_step(pages, steps))
+    results.append(measure_evict("evict", pages, steps * 8, SIBLINGS))
+    results.append(measure_evict("evict, one parent", pages, steps * 8, pages))
+    return results
 
 
 def claims_of(results: Sequence[Result]) -> list[Claim]:
@@ -266,11 +293,11 @@ def plot(results: Sequence[Result]) -> Figure:
 
     figure = Figure(figsize=(11, 3.6))
     panels = (
-        (("step", "step, all read"), 1.0),
-        (("match",), 2.0),
-        (("evict", "evict, one parent"), 20.0),
+        (("step", "step, all read"), "pages", "ms", 1.0),
+        (("match",), "pages", "ms", 2.0),
+        (("evict", "evict, one parent"), "leaves", "us", 20.0),
     )
-    for place, (names, target) in enumerate(panels, 1):
+    for place, (names, what, unit, target) in enumerate(panels, 1):
         axes = figure.add_subplot(1, 3, place)
         for name in names:
             rows = [r for r in results if r.what == name]
@@ -281,8 +308,8 @@ def plot(results: Sequence[Result]) -> Figure:
         axes.axhline(target, color="grey", linestyle=":", label="target at 50,000")
         axes.set_xscale("log")
         axes.set_ylim(bottom=0)
-        axes.set_xlabel("leaves" if target == 20.0 else "pages")
-        axes.set_ylabel(f"{'us' if target == 20.0 else 'ms'} (median, p95)")
+        axes.set_xlabel(what)
+        axes.set_ylabel(f"{unit} (median, p95)")
         axes.legend()
     figure.tight_layout()
     return figure
@@ -291,20 +318,16 @@ def plot(results: Sequence[Result]) -> Figure:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="pages")
-    parser.add_argument("--steps", type=int, default=256, help="decode steps of a measurement")
+    parser.add_argument("--steps", type=int, default=192, help="decode steps of a measurement")
     parser.add_argument("--no-write", action="store_true", help="only print")
     args = parser.parse_args()
     torch.set_num_threads(1)
     record = Record("scheduler_cost")
     results: list[Result] = []
+    keep_freed_memory()
+    avoid_full_collections()
     for pages in args.sizes:
-        small = pages <= CLAIM_PAGES
-        results.append(measure_step(pages, args.steps))
-        results.append(measure_match(pages, args.steps))
-        results.append(measure_evict("evict", pages, args.steps * 8, SIBLINGS))
-        if small:
-            results.append(measure_reading_step(pages, args.steps))
-            results.append(measure_evict("evict, one parent", pages, args.steps * 8, pages))
+        results += measure(pages, args.steps)
         print(f"measured {pages:,} pages", flush=True)
     rows = [result._asdict() for result in results]
     print(

@@ -28,7 +28,6 @@ import torch
 from common import Claim, Record, format_claims, format_table
 
 from minima_kernels.attention.segments import SegmentTable, offsets, ranges
-from minima_radix import RequestTable
 from sglang_minima.cache.arena import KVArena
 from sglang_minima.cache.prefix_cache import PrefixCache
 from sglang_minima.cache.profile import build_profile
@@ -172,8 +171,8 @@ def planning(counter: PageCounter, own_reads: bool) -> Iterator[None]:
     """Counts what the batches read; with `own_reads`, shares nothing between requests."""
     build: Callable[..., SegmentTable] = batch.build_segments
 
-    def counted(readers: Sequence[tuple[RequestTable, int]], cache: PrefixCache) -> SegmentTable:
-        table = build(readers, cache)
+    def counted(*args: Any) -> SegmentTable:
+        table = build(*args)
         if own_reads:
             table = unshared(table)
         counter.pages += len(table.addresses)

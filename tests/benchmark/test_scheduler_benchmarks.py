@@ -18,16 +18,13 @@ from sglang_minima.server_args import ServerArgs
 
 
 def test_scheduler_cost_measures_every_claim() -> None:
-    results = [
-        scheduler_cost.measure_step(100, 3),
-        scheduler_cost.measure_match(100, 3),
-        scheduler_cost.measure_evict("evict", 100, 24, 10),
-    ]
-    assert [result.what for result in results] == ["step", "match", "evict"]
+    results = scheduler_cost.measure(100, 3)
+    names = ["match", "step", "step, all read", "evict", "evict, one parent"]
+    assert [result.what for result in results] == names
     assert all(0 < result.median <= result.p95 <= result.worst for result in results)
     assert scheduler_cost.claims_of(results) == []
     at_target = [result._replace(pages=scheduler_cost.CLAIM_PAGES) for result in results]
-    assert len(scheduler_cost.claims_of(at_target)) == 3
+    assert len(scheduler_cost.claims_of(at_target)) == 4
     scheduler_cost.plot(results)
 
 
