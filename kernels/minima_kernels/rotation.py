@@ -50,6 +50,7 @@ class Rotation:
                 raise ValueError(f"signs must be {head_dim} values of +1 or -1")
             matrix = torch.tensor(signs, dtype=torch.float64)[:, None] * matrix
         self.matrix = matrix.to(dtype).to(device)
+        self.signs = None if signs is None else torch.tensor(signs, dtype=torch.float32).to(device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Rotate the last axis of ``x [..., D]``."""

@@ -14,6 +14,7 @@ from minima_kernels.formats import AppendableFormat, Format
 from minima_kernels.geometry import GRANULE, KVGeometry
 from minima_kernels.kinds import PageKind
 from minima_kernels.routes import ROUTES, RouteCounters
+from minima_kernels.shares import read_shares, write_shares
 
 # Expanded values held at once while pages are re-encoded; about ten times that in bytes.
 _MAX_SCRATCH_VALUES = 1 << 21
@@ -95,12 +96,13 @@ def retier(
             for old, new in zip(
                 sources.split(pages_per_tile), destinations.split(pages_per_tile), strict=True
             ):
-                data = gather(arena, old, offset, size * count)
-                if run.source != run.destination:
-                    k, v = run.source.decode(data.view(-1, size), geometry)
-                    encoded = run.destination.encode(k, v, geometry)
-                    data = encoded.view(-1, new_size * count)
-                scatter(arena, new, new_offset, data)
+                if run.source == run.destination:
+                    scatter(arena, new, new_offset, gather(arena, old, offset, size * count))
+                    continue
+                data = read_shares(arena, old, run.source, offset, geometry, count)
+                k, v = run.source.decode(data.view(-1, size), geometry)
+                encoded = run.destination.encode(k, v, geometry).view(-1, new_size * count)
+                write_shares(arena, new, run.destination, new_offset, geometry, encoded)
 
 
 def append_tokens(
@@ -168,10 +170,11 @@ def copy_tokens(
         size = run.source.layer_bytes(geometry)
         offset = source_kind.layer_offset(run.first_layer, geometry)
         new_offset = destination_kind.layer_offset(run.first_layer, geometry)
-        data = gather(arena, source, offset, size * run.num_layers)
         if run.source == run.destination:
+            data = gather(arena, source, offset, size * run.num_layers)
             scatter(arena, destination, new_offset, data)
             continue
+        data = read_shares(arena, source, run.source, offset, geometry, run.num_layers)
         k, v = run.source.decode(data.view(-1, size), geometry)
         for index in range(run.num_layers):
             start = new_offset + index * run.destination.layer_bytes(geometry)
@@ -188,6 +191,6 @@ def read_page(
     format_ = kind.formats[layer]
     addresses = torch.tensor([address], dtype=torch.int64, device=arena.device)
     offset = kind.layer_offset(layer, geometry)
-    data = gather(arena, addresses, offset, format_.layer_bytes(geometry))
+    data = read_shares(arena, addresses, format_, offset, geometry)
     k, v = format_.decode(data, geometry)
     return k[0], v[0]

@@ -16,7 +16,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from minima_kernels.arena import gather
 from minima_kernels.attention.output import AttentionOutput
 from minima_kernels.attention.plan import (
     DEFAULT_SCRATCH_BYTES,
@@ -31,6 +30,7 @@ from minima_kernels.formats import Tile
 from minima_kernels.geometry import KVGeometry
 from minima_kernels.kinds import PageKind
 from minima_kernels.routes import ROUTES, RouteCounters
+from minima_kernels.shares import read_shares
 
 # Tokens of a tile. Fixed: bounds that moved with the batch would change results by rounding.
 _TILE_KEYS = 512
@@ -282,9 +282,9 @@ def _attend_cached(
     num_rows = state.q.shape[1]
     for cached in run.tiles:
         kind = plan.kinds[cached.kind_index]
-        size = kind.formats[layer].layer_bytes(geometry)
-        data = gather(arena, cached.addresses, kind.layer_offset(layer, geometry), size)
-        tile = kind.formats[layer].expand(data[None], geometry)
+        format_, offset = kind.formats[layer], kind.layer_offset(layer, geometry)
+        data = read_shares(arena, cached.addresses, format_, offset, geometry)
+        tile = format_.expand(data[None], geometry)
         num_slots = tile.k.shape[1]
         masked = None
         if cached.num_tokens < num_slots:

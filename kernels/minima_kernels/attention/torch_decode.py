@@ -15,13 +15,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from minima_kernels.arena import gather
 from minima_kernels.attention.output import AttentionOutput
 from minima_kernels.attention.plan import CheckedSegment, Int64Array
 from minima_kernels.attention.segments import SegmentTable, concatenate, ranges
 from minima_kernels.attention.tile import Partial, attend, clear_tail
 from minima_kernels.geometry import KVGeometry
 from minima_kernels.kinds import PageKind
+from minima_kernels.shares import read_shares
 
 # With few readers the partials of a page are small and every page may be a chunk of its own; with
 # many they would outweigh the page unless several pages share one.
@@ -182,7 +182,8 @@ def run_torch_decode(
         step = _chunks_per_tile(group, grouped.shape[2], geometry, scratch_bytes)
         for first in range(0, num_chunks, step):
             chunks = slice(first, first + step)
-            data = gather(arena, group.addresses[chunks].flatten(), offset, size)
+            addresses = group.addresses[chunks].flatten()
+            data = read_shares(arena, addresses, format_, offset, geometry)
             tile = format_.expand(data.view(-1, num_pages, size), geometry)
             masked = None
             if group.lengths is not None:

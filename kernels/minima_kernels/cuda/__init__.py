@@ -1,0 +1,1 @@
+"""Kernels for NVIDIA GPUs (Hopper): page order, compilation, plans, launches."""

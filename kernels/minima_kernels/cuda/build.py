@@ -1,0 +1,72 @@
+"""Compiling kernels ahead of their first use: ``python -m minima_kernels.cuda.build``.
+
+Needs nvcc, but no GPU. Without it kernels are compiled when they are first needed, a few seconds
+each, and kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from minima_kernels.cuda.order import HEAD_DIMS, PAGE_SIZE
+from minima_kernels.cuda.variants import (
+    Variant,
+    decode_variant,
+    mass_variant,
+    merge_variant,
+    prepare_variant,
+    unsupported,
+)
+from minima_kernels.formats import parse_format
+from minima_kernels.geometry import KVGeometry
+
+FORMATS = ("tq3", "tq(16,4)", "tq(16,8)", "tq(8,4)", "tq(4,4)", "fp8", "bf16", "f16")
+
+
+def variants(
+    formats: Iterable[str] = FORMATS,
+    head_dims: Iterable[int] = HEAD_DIMS,
+    query_bits: Iterable[int] = (15,),
+) -> list[Variant]:
+    """All kernels that decode over pages of these formats needs.
+
+    Raises:
+        ValueError: a format or head dim that the kernels do not take.
+    """
+    found: dict[Variant, None] = {}
+    bits = tuple(query_bits)
+    for dim in head_dims:
+        geometry = KVGeometry(1, 1, dim, PAGE_SIZE)
+        for name in formats:
+            format_ = parse_format(name)
+            if reason := unsupported([format_], geometry):
+                raise ValueError(f"no kernels for {reason}")
+            found |= {decode_variant(format_, geometry, count): None for count in bits}
+        found |= {prepare_variant(geometry): None, mass_variant(geometry): None}
+        found |= {merge_variant(geometry, split): None for split in (1, 4)}
+    return list(found)
+
+
+def compile_all(chosen: Iterable[Variant], jobs: int) -> list[Path]:
+    """The cubins of kernels, compiled ``jobs`` at a time."""
+    with ThreadPoolExecutor(jobs) as pool:
+        return list(pool.map(Variant.compile, chosen))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Compile the CUDA kernels ahead of use.")
+    parser.add_argument("--formats", nargs="+", default=FORMATS)
+    parser.add_argument("--head-dims", type=int, nargs="+", default=HEAD_DIMS)
+    parser.add_argument("--query-bits", type=int, nargs="+", default=[15], choices=[8, 15])
+    parser.add_argument("--jobs", type=int, default=2)
+    arguments = parser.parse_args()
+    chosen = variants(arguments.formats, arguments.head_dims, arguments.query_bits)
+    for path in sorted(set(compile_all(chosen, arguments.jobs))):
+        print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,322 @@
+"""Decode attention on a GPU: a plan as launches with fixed addresses, and their run."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from minima_kernels.attention.output import AttentionOutput
+from minima_kernels.attention.segments import SegmentTable
+from minima_kernels.cuda.driver import Argument, Launch
+from minima_kernels.cuda.plan import (
+    COLUMNS,
+    IntArray,
+    Tiles,
+    entry_rows,
+    head_blocks,
+    make_items,
+    make_merge_lists,
+    make_tiles,
+    mass_columns,
+    pack_arrays,
+    prepare_columns,
+)
+from minima_kernels.cuda.variants import (
+    decode_variant,
+    mass_variant,
+    merge_variant,
+    prepare_variant,
+)
+from minima_kernels.formats import BF16, F16, FP8, TQ, Format
+from minima_kernels.geometry import KVGeometry
+from minima_kernels.kinds import PageKind
+from minima_kernels.rotation import Rotation
+
+_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_LOG2_E = 1.4426950408889634
+
+# Up to this many (row, head) pairs the merge shares out the partials of each among more threads.
+_FEW_HEADS = 400
+_SPLIT = 4
+
+# Arguments that change from run to run, by place.
+_PREPARE_Q, _PREPARE_DTYPE, _PREPARE_SCALE, _PREPARE_ROTATE, _PREPARE_SIGNS = 0, 1, 5, 6, 7
+_ATTEND_SHARE, _ATTEND_MASS = 0, -5
+_MERGE_ROTATE, _MERGE_SIGNS, _MERGE_OUT, _MERGE_DTYPE, _MERGE_LSE = 7, 8, 9, 10, 11
+
+
+class _Cut(NamedTuple):
+    """The work of all kinds cut for certain grid sizes; layers with equal sizes share it."""
+
+    number: int
+    grids: dict[int, int]  # kind index -> thread blocks
+
+
+class _Attention(NamedTuple):
+    """An attention kernel of a layer; it reads the arena from ``offset`` on."""
+
+    launch: Launch
+    offset: int
+
+
+class CudaDecode:
+    """A decode plan for one number of query heads.
+
+    All device memory that runs need, apart from their outputs, is allocated here and stays in
+    place, so a run launches kernels only and can be captured in a CUDA graph.
+    """
+
+    def __init__(
+        self,
+        table: SegmentTable,
+        num_rows: int,
+        num_heads: int,
+        kinds: tuple[PageKind, ...],
+        geometry: KVGeometry,
+        device: torch.device,
+        query_bits: int,
+    ) -> None:
+        self._num_rows, self._num_heads = num_rows, num_heads
+        self._kinds, self._geometry, self._device = kinds, geometry, device
+        self._query_bits = query_bits
+        self._group_size = num_heads // geometry.num_kv_heads
+        self._num_entries = int(table.first_entries()[-1])
+        tiles = make_tiles(table, self._group_size)
+        arrays: dict[str, IntArray] = {
+            "pages": table.addresses,
+            "prepare_columns": prepare_columns(tiles, num_heads, self._group_size),
+            "mass_columns": mass_columns(tiles, self._group_size),
+            "entry_rows": entry_rows(table),
+        }
+        used = np.unique(table.kind_index).tolist()
+        self._cuts: dict[tuple[int, ...], _Cut] = {}
+        self._layer_cuts: list[_Cut] = []
+        num_slots = 0
+        for layer in range(geometry.num_layers):
+            grids = {k: self._num_blocks(kinds[k].formats[layer]) for k in used}
+            key = tuple(grids.values())
+            if key not in self._cuts:
+                self._cuts[key] = cut = _Cut(len(self._cuts), grids)
+                num_slots = max(num_slots, self._add_work(arrays, table, tiles, cut))
+            self._layer_cuts.append(self._cuts[key])
+        packed = pack_arrays(arrays)
+        self._ints = torch.from_numpy(packed.data).to(device)
+        self._address = {name: self._ints[start:] for name, start in packed.starts.items()}
+        formats = {format_ for k in used for format_ in kinds[k].formats}
+        plain = [format_ for format_ in (F16, BF16) if format_ in formats]
+        if len(plain) == 2:
+            raise ValueError("pages of BF16 and of F16 in one plan")
+        dim = geometry.head_dim
+        self._plane = plane = len(tiles.block) * geometry.num_kv_heads
+
+        def buffer(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        self._q_bytes = None
+        if any(isinstance(format_, TQ) for format_ in formats):
+            self._q_bytes = buffer(2 * plane, dim * 2)
+        self._pieces = buffer(plane, dim * 8)
+        self._plain = buffer(plane, dim * 8) if plain else None
+        self._q_scale = buffer(plane, COLUMNS, dtype=torch.float32)
+        self._part_o = buffer(num_slots * COLUMNS, dim, dtype=torch.float32)
+        self._part_ml = buffer(num_slots * COLUMNS, 2, dtype=torch.float32)
+        self._prepare = self._make_prepare(plain == [BF16])
+        self._merges = [self._make_merge(index) for index in range(len(self._cuts))]
+        self._attentions: dict[tuple[int, bool], tuple[_Attention, ...]] = {}
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Device memory held: work lists, query fragments, partials."""
+        tensors = (
+            self._ints,
+            self._q_bytes,
+            self._pieces,
+            self._plain,
+            self._q_scale,
+            self._part_o,
+            self._part_ml,
+        )
+        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+    def run(
+        self,
+        q: torch.Tensor,
+        arena: torch.Tensor,
+        layer: int,
+        scale: float,
+        page_mass: bool,
+        rotation: Rotation | None,
+    ) -> AttentionOutput:
+        """``run_decode``; shapes are checked by the caller.
+
+        With ``rotation``, queries are given and outputs returned unrotated.
+        """
+        q = (q if q.dtype in _DTYPES else q.float()).contiguous()
+        dtype = _DTYPES[q.dtype]
+        out = torch.empty_like(q)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        mass = None
+        if page_mass:
+            shape = self._num_entries, self._num_heads
+            mass = torch.empty(shape, dtype=torch.float32, device=q.device)
+        rotate = int(rotation is not None)
+        signs = None if rotation is None else rotation.signs
+        signs_address = 0 if signs is None else signs.data_ptr()
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+
+        prepare = self._prepare
+        prepare.set(_PREPARE_Q, q.data_ptr())
+        prepare.set(_PREPARE_DTYPE, dtype)
+        prepare.set(_PREPARE_SCALE, scale * _LOG2_E)
+        prepare.set(_PREPARE_ROTATE, rotate)
+        prepare.set(_PREPARE_SIGNS, signs_address)
+        prepare.call(stream)
+        for attention in self._layer_attentions(layer, page_mass):
+            attention.launch.set(_ATTEND_SHARE, arena.data_ptr() + attention.offset)
+            if mass is not None:
+                attention.launch.set(_ATTEND_MASS, mass.data_ptr())
+            attention.launch.call(stream)
+        merge = self._merges[self._layer_cuts[layer].number]
+        merge.set(_MERGE_ROTATE, rotate)
+        merge.set(_MERGE_SIGNS, signs_address)
+        merge.set(_MERGE_OUT, out.data_ptr())
+        merge.set(_MERGE_DTYPE, dtype)
+        merge.set(_MERGE_LSE, lse.data_ptr())
+        merge.call(stream)
+        if mass is not None and mass.numel():
+            self._make_normalise(mass, lse).call(stream)
+        return AttentionOutput(out, lse, mass)
+
+    def _num_blocks(self, format_: Format) -> int:
+        """Thread blocks that run at the same time: what the very kernel launched allows."""
+        variant = decode_variant(format_, self._geometry, self._query_bits)
+        function = variant.load(_kernel_name(format_, False), self._device)
+        properties = torch.cuda.get_device_properties(self._device)
+        return function.blocks_per_multiprocessor() * properties.multi_processor_count
+
+    def _add_work(
+        self, arrays: dict[str, IntArray], table: SegmentTable, tiles: Tiles, cut: _Cut
+    ) -> int:
+        """Add the items and merge lists of a cut; returns the number of partials' slots."""
+        heads, page_size = self._geometry.num_kv_heads, self._geometry.page_size
+        kinds_of_reads = table.kind_index[tiles.segment]
+        num_slots = 0
+        all_items = []
+        for kind_index, num_blocks in cut.grids.items():
+            chosen = np.flatnonzero(kinds_of_reads == kind_index)
+            items = make_items(table, tiles, chosen, heads, num_blocks, num_slots, page_size)
+            num_slots += len(items.items)
+            all_items.append(items)
+            arrays[f"items {cut.number} {kind_index}"] = items.items
+            arrays[f"item_start {cut.number} {kind_index}"] = items.item_start
+        merge = make_merge_lists(all_items, tiles, self._num_rows, heads, self._group_size)
+        arrays[f"unit_start {cut.number}"] = merge.unit_start
+        arrays[f"unit_partials {cut.number}"] = merge.unit_partials
+        return num_slots
+
+    def _make_prepare(self, plain_bf16: bool) -> Launch:
+        function = prepare_variant(self._geometry).load("prepare", self._device)
+        arguments: list[Argument] = [None] * 14
+        arguments[_PREPARE_DTYPE] = arguments[_PREPARE_ROTATE] = 0
+        arguments[_PREPARE_SCALE] = 0.0
+        arguments[2:5] = (
+            self._address["prepare_columns"],
+            self._geometry.num_kv_heads,
+            self._group_size,
+        )
+        arguments[8:] = (
+            1 if self._query_bits == 8 else 2,
+            self._q_bytes,
+            self._plane,
+            self._pieces,
+            self._plain,
+            int(plain_bf16),
+        )
+        arguments.append(self._q_scale)
+        # Everything earlier on the stream, above all the append of this step's tokens, is done when
+        # it starts; what follows it may rely on that.
+        return Launch(function, (self._plane, 1), arguments, overlaps=False)
+
+    def _layer_attentions(self, layer: int, page_mass: bool) -> tuple[_Attention, ...]:
+        key = layer, page_mass
+        found = self._attentions.get(key)
+        if found is None:
+            cut = self._layer_cuts[layer]
+            found = self._attentions[key] = tuple(
+                self._make_attention(layer, page_mass, cut, kind_index, chained=place > 0)
+                for place, kind_index in enumerate(cut.grids)
+            )
+        return found
+
+    def _make_attention(
+        self, layer: int, page_mass: bool, cut: _Cut, kind_index: int, *, chained: bool
+    ) -> _Attention:
+        geometry, kind = self._geometry, self._kinds[kind_index]
+        format_ = kind.formats[layer]
+        variant = decode_variant(format_, geometry, self._query_bits)
+        function = variant.load(_kernel_name(format_, page_mass), self._device)
+        arguments: list[Argument] = [None]
+        if isinstance(format_, TQ):
+            arguments += [self._address["pages"], self._q_bytes, self._plane, self._pieces]
+        else:
+            layout = format_.layout(geometry)
+            scales = layout.k_scales, layout.v_scales
+            offsets = [0 if part is None else part.offset for part in scales]
+            fragments = self._pieces if format_ == FP8 else self._plain
+            arguments += [layout.v_codes.offset, *offsets, self._address["pages"], fragments]
+        arguments += [
+            self._q_scale,
+            self._address["mass_columns"],
+            self._address[f"item_start {cut.number} {kind_index}"],
+            self._address[f"items {cut.number} {kind_index}"],
+            self._part_o,
+            self._part_ml,
+            None,
+            self._num_heads,
+            self._group_size,
+            geometry.num_kv_heads,
+            int(chained),
+        ]
+        grid = cut.grids[kind_index], 1
+        launch = Launch(function, grid, arguments, overlaps=True)
+        return _Attention(launch, kind.layer_offset(layer, geometry))
+
+    def _make_merge(self, index: int) -> Launch:
+        geometry = self._geometry
+        split = _SPLIT if self._num_rows * self._num_heads <= _FEW_HEADS else 1
+        function = merge_variant(geometry, split).load("merge", self._device)
+        blocks = head_blocks(self._group_size)
+        arguments: list[Argument] = [
+            self._part_o,
+            self._part_ml,
+            self._address[f"unit_start {index}"],
+            self._address[f"unit_partials {index}"],
+            geometry.num_kv_heads,
+            self._group_size,
+            blocks,
+            0,
+            None,
+            None,
+            0,
+            None,
+        ]
+        units = self._num_rows * geometry.num_kv_heads * blocks
+        grid = units, min(self._group_size, COLUMNS)
+        return Launch(function, grid, arguments, overlaps=True)
+
+    def _make_normalise(self, mass: torch.Tensor, lse: torch.Tensor) -> Launch:
+        function = mass_variant(self._geometry).load("normalise_mass", self._device)
+        arguments: list[Argument] = [
+            mass,
+            self._address["entry_rows"],
+            lse,
+            self._num_entries,
+            self._num_heads,
+        ]
+        return Launch(function, (-(-mass.numel() // 256), 1), arguments, overlaps=True)
+
+
+def _kernel_name(format_: Format, page_mass: bool) -> str:
+    return ("tq_decode" if isinstance(format_, TQ) else "row_decode") + "_mass" * page_mass

@@ -1,0 +1,220 @@
+"""Work lists of the decode kernels: tiles of query columns, items, merge lists. Host only.
+
+A *tile* is up to eight query columns, (row, head) pairs that share a KV head: the rows that read a
+segment together, as many as fit. A *unit* is a segment read by one tile for one KV head. The units
+of a page kind are laid end to end and cut into equal ranges of pages, one per thread block, so that
+every block reads the same number of bytes; a piece of a unit inside one range is an *item* and
+leaves one partial per column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from minima_kernels.attention.plan import Int64Array
+from minima_kernels.attention.segments import SegmentTable, offsets, ranges
+
+Int32Array = npt.NDArray[np.int32]
+IntArray = npt.NDArray[np.int32] | npt.NDArray[np.int64]
+
+COLUMNS = 8
+"""Query columns of a tile."""
+
+# A block has this many warps, each on a page of its own: fewer pages than that are not split.
+_WARPS = 4
+
+
+class Tiles(NamedTuple):
+    """Tiles of query columns, and which of them read a segment.
+
+    ``rows`` int64 ``[tiles, n]``: rows of a tile, -1 for none. ``block`` int64 ``[tiles]``: which
+    eight heads of the group. ``segment``, ``tile``, ``first_reader`` int64 ``[reads]``: a tile
+    reads a segment, beginning with that one of its readers.
+    """
+
+    rows: Int64Array
+    block: Int64Array
+    segment: Int64Array
+    tile: Int64Array
+    first_reader: Int64Array
+
+
+class Items(NamedTuple):
+    """The work of one kernel launch; ``items`` int32 ``[n, 8]``, see ``struct Item``."""
+
+    items: Int32Array
+    item_start: Int32Array  # [blocks + 1]
+    tile: Int64Array  # [n], tile of each item
+    head: Int64Array  # [n]
+
+
+class MergeLists(NamedTuple):
+    """Partials of each unit (row, KV head, block of heads): ``slot * 8 + column``."""
+
+    unit_start: Int32Array  # [units + 1]
+    unit_partials: Int32Array
+
+
+def rows_per_tile(group_size: int) -> int:
+    """Rows whose query heads fit in a tile."""
+    return max(1, COLUMNS // group_size)
+
+
+def head_blocks(group_size: int) -> int:
+    """Tiles that the heads of one row take."""
+    return -(-group_size // COLUMNS)
+
+
+def make_tiles(table: SegmentTable, group_size: int) -> Tiles:
+    """Tiles of the readers of every segment; equal ones are made once."""
+    per_tile, blocks = rows_per_tile(group_size), head_blocks(group_size)
+    known: dict[tuple[int, ...], int] = {}
+    segments: list[int] = []
+    tiles: list[int] = []
+    first_readers: list[int] = []
+    starts = table.reader_start.tolist()
+    all_readers = table.readers.tolist()
+    for segment in range(len(starts) - 1):
+        readers = all_readers[starts[segment] : starts[segment + 1]]
+        for first in range(0, len(readers), per_tile):
+            chunk = tuple(readers[first : first + per_tile])
+            tile = known.setdefault(chunk, len(known))
+            segments.append(segment)
+            tiles.append(tile)
+            first_readers.append(first)
+    rows = np.full((len(known), per_tile), -1, dtype=np.int64)
+    for chunk, tile in known.items():
+        rows[tile, : len(chunk)] = chunk
+    reads = np.array([segments, tiles, first_readers], dtype=np.int64).reshape(3, -1)
+    steps = np.arange(blocks)
+    return Tiles(
+        np.repeat(rows, blocks, axis=0),
+        np.tile(steps, len(known)),
+        np.repeat(reads[0], blocks),
+        (reads[1][:, None] * blocks + steps).ravel(),
+        np.repeat(reads[2], blocks),
+    )
+
+
+def prepare_columns(tiles: Tiles, num_heads: int, group_size: int) -> Int32Array:
+    """int32 ``[tiles, 8]``: row * query heads + head within the group, -1 for no column."""
+    rows, heads = _columns(tiles, group_size)
+    return np.where(rows < 0, -1, rows * num_heads + heads).astype(np.int32)
+
+
+def mass_columns(tiles: Tiles, group_size: int) -> Int32Array:
+    """int32 ``[tiles, 8]``: place of the row in its tile << 8 | head within the group, or -1."""
+    rows, heads = _columns(tiles, group_size)
+    place = np.arange(COLUMNS) // min(group_size, COLUMNS)
+    return np.where(rows < 0, -1, place << 8 | heads).astype(np.int32)
+
+
+def _columns(tiles: Tiles, group_size: int) -> tuple[Int64Array, Int64Array]:
+    """Row (-1 for none) and head within the group of each column, ``[tiles, 8]``."""
+    width = min(group_size, COLUMNS)
+    column = np.arange(COLUMNS)
+    place = column // width
+    heads = tiles.block[:, None] * COLUMNS + column % width
+    is_used = (place < tiles.rows.shape[1])[None] & (heads < group_size)
+    rows = tiles.rows[:, np.minimum(place, tiles.rows.shape[1] - 1)]
+    return np.where(is_used, rows, -1), heads
+
+
+def make_items(
+    table: SegmentTable,
+    tiles: Tiles,
+    chosen: Int64Array,
+    num_kv_heads: int,
+    num_blocks: int,
+    first_slot: int,
+    page_size: int,
+) -> Items:
+    """Cut the reads ``chosen`` (indices into the reads of ``tiles``) into equal ranges of pages."""
+    heads = np.arange(num_kv_heads)
+    # Tiles of one segment and head are neighbours: what one reads is in the cache for the next.
+    segment = np.repeat(tiles.segment[chosen], num_kv_heads)
+    tile = np.repeat(tiles.tile[chosen], num_kv_heads)
+    reader = np.repeat(tiles.first_reader[chosen], num_kv_heads)
+    head = np.tile(heads, len(chosen))
+    order = np.lexsort((tile, head, segment))
+    segment, tile, reader, head = segment[order], tile[order], reader[order], head[order]
+    pages = table.num_pages[segment]
+    ends = np.cumsum(pages)
+    total = int(ends[-1]) if len(ends) else 0
+    used = max(1, min(num_blocks, -(-total // _WARPS)))
+    cuts = total * np.arange(1, used) // used
+    bounds = np.unique(np.concatenate(([0], ends, cuts))).astype(np.int64)
+    begin, end = bounds[:-1], bounds[1:]
+    unit = np.searchsorted(ends, begin, side="right")
+    block = np.searchsorted(cuts, begin, side="right")
+    local = begin - (ends - pages)[unit]
+    size = end - begin
+    of = segment[unit]
+    num_readers = table.num_readers[of]
+    is_end = local + size == pages[unit]
+    first = table.page_start[of] + local
+    items = np.stack(
+        (
+            tile[unit] * num_kv_heads + head[unit],
+            first,
+            first + size,
+            first_slot + np.arange(len(begin)),
+            head[unit],
+            np.where(is_end, table.last_page_len[of], page_size),
+            table.first_entries()[of] + local * num_readers + reader[unit],
+            num_readers,
+        ),
+        axis=1,
+    ).astype(np.int32)
+    start = np.full(num_blocks + 1, len(begin), dtype=np.int32)
+    start[:used] = np.searchsorted(block, np.arange(used))
+    return Items(items, start, tile[unit], head[unit])
+
+
+def make_merge_lists(
+    all_items: Sequence[Items], tiles: Tiles, num_rows: int, num_kv_heads: int, group_size: int
+) -> MergeLists:
+    """Which partials each row, KV head and block of heads is the sum of."""
+    blocks, width = head_blocks(group_size), min(group_size, COLUMNS)
+    tile = np.concatenate([np.empty(0, np.int64), *[items.tile for items in all_items]])
+    head = np.concatenate([np.empty(0, np.int64), *[items.head for items in all_items]])
+    slots = np.concatenate([np.empty(0, np.int64), *[items.items[:, 3] for items in all_items]])
+    rows = tiles.rows[tile]
+    units = (rows * num_kv_heads + head[:, None]) * blocks + tiles.block[tile][:, None]
+    partials = slots[:, None] * COLUMNS + np.arange(rows.shape[1]) * width
+    is_row = rows >= 0
+    units, partials = units[is_row], partials[is_row]
+    order = np.argsort(units, kind="stable")
+    counts = np.bincount(units, minlength=num_rows * num_kv_heads * blocks)
+    return MergeLists(offsets(counts).astype(np.int32), partials[order].astype(np.int32))
+
+
+def entry_rows(table: SegmentTable) -> Int64Array:
+    """int64 ``[entries]``: the row of each page entry, segment by segment, page by page."""
+    num_readers = np.repeat(table.num_readers, table.num_pages)
+    first_readers = np.repeat(table.reader_start[:-1], table.num_pages)
+    return table.readers[ranges(first_readers, num_readers)]
+
+
+class Packed(NamedTuple):
+    """Arrays in one buffer, and where each starts (in int32 elements)."""
+
+    data: Int32Array
+    starts: dict[str, int]
+
+
+def pack_arrays(arrays: Mapping[str, IntArray]) -> Packed:
+    """Lay arrays end to end as int32, each at a multiple of 16 bytes."""
+    starts: dict[str, int] = {}
+    size = 0
+    for name, array in arrays.items():
+        starts[name] = size
+        size += -(-array.size // 4) * 4
+    data = np.zeros(size, dtype=np.int32)
+    for name, array in arrays.items():
+        data[starts[name] : starts[name] + array.size] = array.ravel()
+    return Packed(data, starts)

@@ -1,0 +1,131 @@
+"""Which kernel serves which format and geometry, and the macros it is compiled with.
+
+The decode kernels are CUDA C++, not TileLang: they are chained by programmatic dependent launch,
+each warp runs a pipeline of its own past barriers that TileLang's synchronisation pass would have
+to be kept away from, and everything between two barriers would be imported code anyhow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from minima_kernels.codebook import codebook
+from minima_kernels.cuda.compiler import compile_kernel
+from minima_kernels.cuda.driver import Function, load_function
+from minima_kernels.cuda.order import CODE_BITS, HEAD_DIMS, PAGE_SIZE, supports
+from minima_kernels.formats import BF16, F16, FP8, TQ, Format
+from minima_kernels.geometry import KVGeometry
+
+_ROW_FORMATS: dict[Format, int] = {FP8: 0, F16: 1, BF16: 2}
+
+MAX_GROUP = 16
+"""Query heads per KV head, at most."""
+
+# Blocks per multiprocessor by head dim: what registers and shared memory allow.
+_TQ_BLOCKS = {64: 4, 128: 4, 256: 3}
+_ROW_BLOCKS = {
+    (64, 1): 4, (128, 1): 4, (256, 1): 3,
+    (64, 2): 4, (128, 2): 3, (256, 2): 2,
+}  # fmt: skip
+_ROW_STAGES = {
+    (64, 1): 4, (128, 1): 3, (256, 1): 2,
+    (64, 2): 3, (128, 2): 2, (256, 2): 2,
+}  # fmt: skip
+_WARPS = 4
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A source with its macros."""
+
+    source: str
+    macros: tuple[tuple[str, int | str], ...]
+    threads: tuple[int, int]
+    has_shared: bool
+
+    def compile(self) -> Path:
+        """The cubin; see ``compile_kernel``."""
+        return compile_kernel(self.source, dict(self.macros))
+
+    def load(self, name: str, device: torch.device) -> Function:
+        """Kernel ``name`` on a device."""
+        return load_function(self.compile(), name, self.threads, self.has_shared, device)
+
+
+def unsupported(formats: Iterable[Format], geometry: KVGeometry) -> str:
+    """Why the kernels cannot serve pages of these formats; empty if they can."""
+    if geometry.head_dim not in HEAD_DIMS:
+        return f"head dim {geometry.head_dim}"
+    if geometry.page_size != PAGE_SIZE:
+        return f"page size {geometry.page_size}"
+    for format_ in formats:
+        if format_ not in _ROW_FORMATS and not supports(format_, geometry):
+            return f"format {format_.name}"
+    return ""
+
+
+@cache
+def decode_variant(format_: Format, geometry: KVGeometry, query_bits: int) -> Variant:
+    """The attention kernel for pages of a format."""
+    dim = geometry.head_dim
+    macros: dict[str, int | str] = {"HEAD_DIM": dim, "WARPS": _WARPS}
+    if isinstance(format_, TQ):
+        macros |= {
+            "K_BITS": CODE_BITS[format_.k_levels],
+            "V_BITS": CODE_BITS[format_.v_levels],
+            "Q_BYTES": 1 if query_bits == 8 else 2,
+            "CENTRED": int(format_.centred),
+            "MIN_BLOCKS": _TQ_BLOCKS[dim],
+            **_tables("K", format_.k_levels),
+            **_tables("V", format_.v_levels),
+        }
+        return Variant("tq_decode.cu", tuple(macros.items()), (32 * _WARPS, 1), True)
+    element = 1 if format_ == FP8 else 2
+    macros |= {
+        "FORMAT": _ROW_FORMATS[format_],
+        "STAGES": _ROW_STAGES[dim, element],
+        "MIN_BLOCKS": _ROW_BLOCKS[dim, element],
+    }
+    return Variant("row_decode.cu", tuple(macros.items()), (32 * _WARPS, 1), True)
+
+
+def prepare_variant(geometry: KVGeometry) -> Variant:
+    """The kernel that makes query fragments."""
+    return Variant("prepare.cu", (("HEAD_DIM", geometry.head_dim),), (256, 1), False)
+
+
+def merge_variant(geometry: KVGeometry, split: int) -> Variant:
+    """The kernel that merges partials; ``split`` threads share out those of a channel."""
+    macros = (("HEAD_DIM", geometry.head_dim), ("SPLIT", split))
+    return Variant("merge.cu", macros, (geometry.head_dim, split), False)
+
+
+def mass_variant(geometry: KVGeometry) -> Variant:
+    """The kernel that turns page sums into shares, in the cubin of the merge."""
+    macros = (("HEAD_DIM", geometry.head_dim), ("SPLIT", 1))
+    return Variant("merge.cu", macros, (256, 1), False)
+
+
+def _tables(name: str, levels: int) -> dict[str, int | str]:
+    """Codebook of a level count as byte tables of `prmt`, and its step (see ``tq_decode.cu``)."""
+    book = codebook(levels, torch.device("cpu")).centroids.double()
+    step = float(book[-1]) / 127
+    values = [round(float(value) / step) for value in book]
+    first, second = values, [0] * 8
+    if levels == 16:
+        # Entries of both tables at one place have one sign; where that is minus, the table not
+        # chosen adds -1.
+        first = [value + (value < 0) for value in values[0::2]]
+        second = [value + (value < 0) for value in values[1::2]]
+    words = {}
+    for letter, table in (("T", first), ("U", second)):
+        data = bytes(value & 255 for value in (*table, *[0] * (8 - len(table))))
+        for half in range(2):
+            word = int.from_bytes(data[4 * half : 4 * half + 4], "little")
+            words[f"{name}_{letter}{half}"] = f"0x{word:08X}u"
+    return {**words, f"{name}_STEP": f"{step!r}f"}
