@@ -122,7 +122,9 @@ def test_kinds_that_differ_by_layer() -> None:
 
 
 @pytest.mark.parametrize("name", ["tq3", "fp8"])
-@pytest.mark.parametrize("case", ["zero values", "zero keys", "large keys", "tiny values"])
+@pytest.mark.parametrize(
+    "case", ["zero values", "zero keys", "large keys", "no value", "tiny values"]
+)
 def test_extreme_pages(name: str, case: str) -> None:
     """Scales of zero, one token that takes all attention, a reference that must move far."""
     geometry = KVGeometry(1, 1, 128, 64)
@@ -136,6 +138,8 @@ def test_extreme_pages(name: str, case: str) -> None:
         k[:] = 0
     elif case == "large keys":
         k[3, 40] *= 300
+    elif case == "no value":
+        k[3, 40] *= 4
         v[3, 40] = 0
     else:
         v *= 2.0**-14

@@ -172,7 +172,8 @@ class CudaDecode:
         prepare.set(_PREPARE_SCALE, scale * _LOG2_E)
         prepare.set(_PREPARE_ROTATE, rotate)
         prepare.set(_PREPARE_SIGNS, signs_address)
-        prepare.call(stream)
+        if self._plane:
+            prepare.call(stream)
         for attention in self._layer_attentions(layer, page_mass):
             attention.launch.set(_ATTEND_SHARE, arena.data_ptr() + attention.offset)
             if mass is not None:

@@ -86,7 +86,8 @@ def load_function(
     Raises:
         DriverError: the cubin is not for this device, or has no such kernel.
     """
-    return _load_function(cubin, name, threads, has_shared, torch.device(device).index or 0)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _load_function(cubin, name, threads, has_shared, index)
 
 
 @cache

@@ -270,7 +270,8 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
           all |= bits[t][0] | bits[t][1];
           all |= bits[t][2] | bits[t][3];
         }
-        if (moved || !__any_sync(~0u, (all & ~0x4B00FFFFu) != 0)) {
+        const bool fits = (all & ~0x4B00FFFFu) == 0 && fmaxf(sum0, sum1) < 1e30f;
+        if (moved || __all_sync(~0u, fits)) {
 #pragma unroll
           for (int t = 0; t < 4; t++) {
             const uint32_t a = transpose8x8(prmt(bits[t][0], bits[t][1], 0x5410));

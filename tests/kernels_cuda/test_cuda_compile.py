@@ -1,0 +1,102 @@
+"""The kernels compile for Hopper, within recorded limits of registers and spills."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from minima_kernels import KVGeometry, parse_format
+from minima_kernels.cuda import compiler
+from minima_kernels.cuda.build import compile_all, variants
+from minima_kernels.cuda.variants import (
+    Variant,
+    decode_variant,
+    merge_variant,
+    prepare_variant,
+)
+
+
+class Limit(NamedTuple):
+    registers: int
+    spill_bytes: int  # stores and loads
+
+
+def decode(name: str, dim: int, query_bits: int = 15) -> Variant:
+    return decode_variant(parse_format(name), KVGeometry(1, 1, dim, 64), query_bits)
+
+
+# 65,536 registers for 128 threads: 4 blocks get 128 each, 3 get 168.
+LIMITS = {
+    decode("tq3", 128): Limit(128, 160),
+    decode("tq3", 256): Limit(168, 430),
+    decode("tq(16,4)", 64): Limit(128, 0),
+    decode("fp8", 128): Limit(128, 30),
+    decode("fp8", 256): Limit(168, 0),
+    decode("bf16", 128): Limit(168, 0),
+    prepare_variant(KVGeometry(1, 1, 128, 64)): Limit(64, 0),
+    merge_variant(KVGeometry(1, 1, 128, 64), 4): Limit(64, 0),
+}
+
+
+def usage(log: str) -> dict[str, Limit]:
+    """What ptxas said of each kernel."""
+    found = {}
+    for text in log.split("Compiling entry function")[1:]:
+        name = re.search(r"'(\w+)'", text)
+        registers = re.search(r"Used (\d+) registers", text)
+        spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", text)
+        assert name and registers and spills, text
+        found[name[1]] = Limit(int(registers[1]), int(spills[1]) + int(spills[2]))
+    return found
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> dict[Variant, str]:
+    if compiler.find_nvcc() is None:
+        pytest.skip("there is no nvcc on this machine: kernels cannot be compiled")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(compiler.CACHE_VARIABLE, str(tmp_path_factory.mktemp("cubins")))
+        paths = compile_all(LIMITS, os.cpu_count() or 1)
+        assert compile_all(LIMITS, 1) == paths  # the second time nothing is compiled
+        return {
+            variant: path.with_suffix(".log").read_text()
+            for variant, path in zip(LIMITS, paths, strict=True)
+        }
+
+
+def test_registers_and_spills(logs: dict[Variant, str]) -> None:
+    for variant, limit in LIMITS.items():
+        kernels = usage(logs[variant])
+        assert kernels
+        for name, used in kernels.items():
+            assert used.registers <= limit.registers, (variant, name, used)
+            assert used.spill_bytes <= limit.spill_bytes, (variant, name, used)
+
+
+def test_no_two_variants_share_a_file() -> None:
+    everything = variants(query_bits=(8, 15))
+    assert len(set(everything)) == len(everything)
+    with pytest.raises(ValueError, match="head dim 96"):
+        variants(head_dims=[96])
+    with pytest.raises(ValueError, match=r"format tq\(5,3\)"):
+        variants(formats=["tq(5,3)"])
+
+
+def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "find_nvcc", lambda: None)
+    monkeypatch.setenv(compiler.CACHE_VARIABLE, str(tmp_path))
+    with pytest.raises(compiler.CompilerMissing, match="CUDA_HOME"):
+        decode("tq3", 64).compile()
+
+
+def test_compiler_errors_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if compiler.find_nvcc() is None:
+        pytest.skip("there is no nvcc on this machine: kernels cannot be compiled")
+    monkeypatch.setenv(compiler.CACHE_VARIABLE, str(tmp_path))
+    with pytest.raises(RuntimeError, match="HEAD_DIM"):
+        compiler.compile_kernel("merge.cu", {"SPLIT": 1})
+    assert not list(tmp_path.rglob("*.cubin"))
