@@ -10,7 +10,7 @@
 // are multiplied in float32.
 //
 // Tile layouts: keys   [token / LANES][channel or pair][LANES], pair = two neighbouring channels;
-//               values [token or pair][channel / LANES][LANES], pair = two neighbouring tokens.
+//               values [token or pair][channel / LANES][LANES], pair = tokens t and t + 8 of 16.
 // So both are written in the order of the page's rows; a product steps through them by strides.
 
 // Quantises a row of queries to 15 bits. Gives its step, and what the bias of a tile adds to each of
@@ -38,18 +38,22 @@ void quantise(const float* q, int dim, int16_t* q16, float* step, int32_t* start
 struct Scratch {
   alignas(64) unsigned char keys[kTileBytes];
   alignas(64) unsigned char values[kTileBytes];
-  alignas(64) int32_t products[kRowBlock * 256];
-  alignas(64) float scores[kRowBlock * kMaxTile];
-  alignas(64) int16_t weights[kRowBlock * kMaxTile];
+  alignas(64) float scores[kRowBlock * kMaxTile];  // before that the integer products
+  alignas(64) int32_t weights[kRowBlock * kMaxTile / 2];  // pairs of 16-bit integers
+  alignas(64) float outputs[kRowBlock * 256];      // or integer products
   alignas(64) float k_scales[kMaxTile];
   alignas(64) float v_scales[kMaxTile];
+  alignas(64) float v_bits[kMaxTile];  // v_scale < 2**v_bits
   alignas(64) float means[kMaxChunks][256];
   alignas(64) uint8_t bytes[kMaxTile * 256 + 64];
   int32_t weight_start[kRowBlock];
-  float weight_step[kRowBlock];
-  float keep[kRowBlock];
-  float best[kRowBlock];  // largest score, then largest weight
+  float top[kRowBlock];   // weights of the tile are in units of 2**top
+  float keep[kRowBlock];  // factor of the outputs so far
+  float gain[kRowBlock];  // factor of the tile's
 };
+
+// Weights are below 2**15 with room for rounding.
+constexpr float kWeightBits = 14.9999f;
 
 // log2(2**a + 2**b); either may be -inf.
 INLINE float log2_add(float a, float b) {
@@ -105,6 +109,13 @@ void attend_tile(const AttendJob& job, const MinimaFormat& format, const Chunk* 
                   chunk.tokens, chunk.columns, k_factor, s.k_scales + chunk.column);
       load_factors(chunk.page + format.v_scales + job.head * format.v_scales_head + at,
                   chunk.tokens, chunk.columns, v_factor, s.v_scales + chunk.column);
+      if (is_tq) {
+        for (int t = chunk.column; t < chunk.column + chunk.columns; t += LANES) {
+          // Biased exponents; at least 2**-40, so that sums stay finite where all values are zero.
+          const VF bits = to_float(reinterpret_cast<VI>(load(s.v_scales + t)) >> 23) - 126.0f;
+          store(s.v_bits + t, vmax(bits, splat(-40.0f)));
+        }
+      }
     } else {
       for (int t = 0; t < chunk.columns; ++t) {
         s.k_scales[chunk.column + t] = 1;
@@ -129,8 +140,8 @@ void attend_tile(const AttendJob& job, const MinimaFormat& format, const Chunk* 
     float* scores = s.scores;
     if constexpr (is_tq) {
       const int16_t* q16 = job.q16 + static_cast<int64_t>(block) * dim;
-      multiply(keys, key_strides, columns / LANES, dim, q16, dim, job.q_start + block, s.products,
-               kMaxTile, rows);
+      multiply(keys, key_strides, columns / LANES, dim, q16, dim, job.q_start + block,
+               reinterpret_cast<int32_t*>(scores), kMaxTile, rows);
     } else {
       multiply(keys, key_strides, columns / LANES, dim, q, dim, scores, kMaxTile, rows);
     }
@@ -151,8 +162,8 @@ void attend_tile(const AttendJob& job, const MinimaFormat& format, const Chunk* 
         for (int at = chunk.column; at < chunk.column + chunk.columns; at += LANES) {
           VF x;
           if constexpr (is_tq) {
-            const VI exact = load(s.products + r * kMaxTile + at);
-            x = to_float(exact) * (load(s.k_scales + at) * job.q_step[block + r]) + shift;
+            const VF exact = to_float(load(reinterpret_cast<int32_t*>(row) + at));
+            x = exact * (load(s.k_scales + at) * job.q_step[block + r]) + shift;
           } else {
             x = load(row + at) * load(s.k_scales + at) + shift;
           }
@@ -161,59 +172,60 @@ void attend_tile(const AttendJob& job, const MinimaFormat& format, const Chunk* 
             x = lane_numbers() < splat(limit) ? x : splat(-INFINITY);
           }
           store(row + at, x);
-          best = vmax(best, x);
+          best = vmax(best, is_tq ? x + load(s.v_bits + at) : x);
         }
       }
-      s.best[r] = maximum(best);
+      s.top[r] = is_tq ? maximum(best) - kWeightBits : maximum(best);
     }
     for (int r = 0; r < rows; ++r) {
       const float old_max = job.max[block + r];
-      const float new_max = s.best[r] > old_max ? s.best[r] : old_max;
+      const float new_max = s.top[r] > old_max ? s.top[r] : old_max;
       s.keep[r] = old_max - new_max;
+      s.gain[r] = s.top[r] - new_max;
       job.max[block + r] = new_max;
     }
-    for (int r = 0; r < rows; r += LANES) store(s.keep + r, exp2_negative(load(s.keep + r)));
+    for (int r = 0; r < rows; r += LANES) {
+      store(s.keep + r, exp2(load(s.keep + r)));
+      store(s.gain + r, exp2(load(s.gain + r)));
+    }
     for (int r = 0; r < rows; ++r) {
       float* row = scores + r * kMaxTile;
-      const float new_max = job.max[block + r];
-      VF row_total = {}, largest = {};
+      int32_t* weights = s.weights + r * (kMaxTile / 2);
+      const float top = s.top[r];
+      VF row_total = {};
+      VI weight_total = {};
       for (int i = 0; i < num_chunks; ++i) {
         const Chunk& chunk = chunks[i];
         VF chunk_total = {};
-        for (int at = chunk.column; at < chunk.column + chunk.columns; at += LANES) {
-          VF p = exp2_negative(load(row + at) - new_max);
-          if constexpr (masked) {
-            const int limit = row_limit(job, chunk, block + r) - (at - chunk.column);
-            p = lane_numbers() < splat(limit) ? p : VF{};
+        for (int first = chunk.column; first < chunk.column + chunk.columns; first += 16) {
+          VI w[16 / LANES];
+          for (int j = 0; j < 16 / LANES; ++j) {
+            const int at = first + j * LANES;
+            VF p = exp2(load(row + at) - top);
+            if constexpr (masked) {
+              const int limit = row_limit(job, chunk, block + r) - (at - chunk.column);
+              p = lane_numbers() < splat(limit) ? p : VF{};
+            }
+            chunk_total += p;
+            p *= load(s.v_scales + at);
+            if constexpr (is_tq) {
+              w[j] = round_to_int(p);
+              weight_total += w[j];
+            } else {
+              store(row + at, p);
+            }
           }
-          chunk_total += p;
-          p *= load(s.v_scales + at);
-          store(row + at, p);
-          largest = vmax(largest, p);
+          if constexpr (is_tq) store_pairs(weights + first / 2, w);
         }
         row_total += chunk_total;
         if (job.page_sums) {
           float& entry =
               job.page_sums[static_cast<int64_t>(chunk.page_index) * job.rows + block + r];
-          entry = log2_add(entry, new_max + __builtin_log2f(sum(chunk_total)));
+          entry = log2_add(entry, top + __builtin_log2f(sum(chunk_total)));
         }
       }
-      job.sum[block + r] = job.sum[block + r] * s.keep[r] + sum(row_total);
-      if constexpr (is_tq) s.best[r] = maximum(largest);
-    }
-    if constexpr (is_tq) {
-      for (int r = 0; r < rows; ++r) {
-        const float top = s.best[r];
-        const float inverse = top > 0 ? 32767.0f / top : 0.0f;
-        VI total = {};
-        for (int at = 0; at < columns; at += LANES) {
-          const VI w = to_int(load(scores + r * kMaxTile + at) * inverse + 0.5f);
-          total += w;
-          *reinterpret_cast<VHalf*>(s.weights + r * kMaxTile + at) = narrow(w);
-        }
-        s.weight_start[r] = -kBias * sum(total);
-        s.weight_step[r] = top / 32767.0f;
-      }
+      job.sum[block + r] = job.sum[block + r] * s.keep[r] + sum(row_total) * s.gain[r];
+      if constexpr (is_tq) s.weight_start[r] = -kBias * sum(weight_total);
     }
 
     for (int i = 0; !values_expanded && i < num_chunks; ++i)
@@ -222,23 +234,23 @@ void attend_tile(const AttendJob& job, const MinimaFormat& format, const Chunk* 
                     dim, values, s.bytes);
     values_expanded = true;
     if constexpr (is_tq) {
-      multiply(values, value_strides, dim / LANES, columns, s.weights, kMaxTile, s.weight_start,
-               s.products, dim, rows);
+      multiply(values, value_strides, dim / LANES, columns,
+               reinterpret_cast<const int16_t*>(s.weights), kMaxTile, s.weight_start,
+               reinterpret_cast<int32_t*>(s.outputs), dim, rows);
     } else {
-      multiply(values, value_strides, dim / LANES, columns, scores, kMaxTile,
-               reinterpret_cast<float*>(s.products), dim, rows);
+      multiply(values, value_strides, dim / LANES, columns, scores, kMaxTile, s.outputs, dim, rows);
     }
     for (int r = 0; r < rows; ++r) {
       float* o = out + static_cast<int64_t>(r) * dim;
-      const float keep = s.keep[r];
+      const float keep = s.keep[r], gain = s.gain[r];
       for (int d = 0; d < dim; d += LANES) {
         VF x;
         if constexpr (is_tq) {
-          x = to_float(load(s.products + r * dim + d)) * s.weight_step[r];
+          x = to_float(load(reinterpret_cast<int32_t*>(s.outputs) + r * dim + d));
         } else {
-          x = load(reinterpret_cast<float*>(s.products) + r * dim + d);
+          x = load(s.outputs + r * dim + d);
         }
-        store(o + d, load(o + d) * keep + x);
+        store(o + d, load(o + d) * keep + x * gain);
       }
     }
   }

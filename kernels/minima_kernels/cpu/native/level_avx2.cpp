@@ -37,12 +37,20 @@ INLINE float maximum(VF v) {
   y = _mm_max_ps(y, _mm_movehl_ps(y, y));
   return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
 }
+INLINE VF vmax(VF a, VF b) {
+  return reinterpret_cast<VF>(_mm256_max_ps(reinterpret_cast<__m256>(a), reinterpret_cast<__m256>(b)));
+}
 INLINE VI lane_numbers() { return VI{0, 1, 2, 3, 4, 5, 6, 7}; }
 INLINE VHalf narrow(VI v) {
   const __m256i wide = reinterpret_cast<__m256i>(v);
   return reinterpret_cast<VHalf>(
       _mm_packs_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1)));
 }
+INLINE VI round_to_int(VF v) {
+  return reinterpret_cast<VI>(_mm256_cvtps_epi32(reinterpret_cast<__m256>(v)));
+}
+// Sixteen numbers below 2**15 as pairs (i, i + 8).
+INLINE void store_pairs(int32_t* p, const VI v[2]) { store(p, v[0] | v[1] << 16); }
 INLINE VF load_halves(const uint8_t* p) {
   return reinterpret_cast<VF>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 }

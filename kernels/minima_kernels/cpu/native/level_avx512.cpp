@@ -25,9 +25,22 @@ namespace {
 INLINE float sum(VF v) { return _mm512_reduce_add_ps(reinterpret_cast<__m512>(v)); }
 INLINE int32_t sum(VI v) { return _mm512_reduce_add_epi32(reinterpret_cast<__m512i>(v)); }
 INLINE float maximum(VF v) { return _mm512_reduce_max_ps(reinterpret_cast<__m512>(v)); }
+INLINE VF vmax(VF a, VF b) {
+  return reinterpret_cast<VF>(_mm512_max_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b)));
+}
 INLINE VI lane_numbers() { return VI{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
 INLINE VHalf narrow(VI v) {
   return reinterpret_cast<VHalf>(_mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(v)));
+}
+INLINE VI round_to_int(VF v) {
+  return reinterpret_cast<VI>(_mm512_cvtps_epi32(reinterpret_cast<__m512>(v)));
+}
+// Sixteen numbers below 2**15 as pairs (i, i + 8).
+INLINE void store_pairs(int32_t* p, const VI v[1]) {
+  const __m512i wide = reinterpret_cast<__m512i>(v[0]);
+  const __m256i high = _mm256_slli_epi32(_mm512_extracti64x4_epi64(wide, 1), 16);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                      _mm256_or_si256(_mm512_castsi512_si256(wide), high));
 }
 INLINE VF load_halves(const uint8_t* p) {
   return reinterpret_cast<VF>(

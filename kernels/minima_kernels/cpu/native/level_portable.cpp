@@ -19,8 +19,15 @@ INLINE float maximum(VF v) {
   const float low = v[0] > v[1] ? v[0] : v[1], high = v[2] > v[3] ? v[2] : v[3];
   return low > high ? low : high;
 }
+INLINE VF vmax(VF a, VF b) { return a > b ? a : b; }
 INLINE VI lane_numbers() { return VI{0, 1, 2, 3}; }
 INLINE VHalf narrow(VI v) { return __builtin_convertvector(v, VHalf); }
+INLINE VI round_to_int(VF v) { return to_int(v + 0.5f); }
+// Sixteen numbers below 2**15 as pairs (i, i + 8).
+INLINE void store_pairs(int32_t* p, const VI v[4]) {
+  store(p, v[0] | v[2] << 16);
+  store(p + 4, v[1] | v[3] << 16);
+}
 INLINE VF load_halves(const uint8_t* p) {
   uint16_t halves[LANES];
   __builtin_memcpy(halves, p, sizeof halves);

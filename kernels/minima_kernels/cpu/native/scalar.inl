@@ -26,8 +26,7 @@ void expand_values(const MinimaFormat& format, const uint8_t* codes, const Chunk
   for (int t = 0; t < chunk.columns; ++t) {
     const int at = chunk.column + t;
     for (int d = 0; d < dim; ++d)
-      values[(at / 2 * dim + d) * 2 + at % 2] =
-          bytes[t * dim + d];
+      values[((at / 16 * 8 + at % 8) * dim + d) * 2 + at / 8 % 2] = bytes[t * dim + d];
   }
 }
 

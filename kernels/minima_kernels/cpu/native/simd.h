@@ -11,6 +11,8 @@ typedef int32_t VIU __attribute__((vector_size(4 * LANES), aligned(4), may_alias
 typedef int16_t VSU __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
 typedef int32_t Word __attribute__((may_alias, aligned(2)));
 
+INLINE VF vmax(VF a, VF b);  // of the level
+
 INLINE VF load(const float* p) { return *reinterpret_cast<const VFU*>(p); }
 INLINE VI load(const int32_t* p) { return *reinterpret_cast<const VIU*>(p); }
 INLINE VS load(const int16_t* p) { return *reinterpret_cast<const VSU*>(p); }
@@ -24,10 +26,9 @@ INLINE VI wrapping_add(VI a, VI b) {
 }
 INLINE VF to_float(VI v) { return __builtin_convertvector(v, VF); }
 INLINE VI to_int(VF v) { return __builtin_convertvector(v, VI); }
-INLINE VF vmax(VF a, VF b) { return a > b ? a : b; }
 
-// 2**x for x <= 0; below -126 it gives 2**-126. Exact at 0; relative error below 3e-7.
-INLINE VF exp2_negative(VF x) {
+// 2**x for x < 127; below -126 it gives 2**-126. Exact at 0; relative error below 3e-7.
+INLINE VF exp2(VF x) {
   x = vmax(x, splat(-126.0f));
   // Adding 1.5 * 2**23 leaves the nearest integer in the low bits of the sum.
   const VF shifted = x + 0x1.8p23f;

@@ -131,15 +131,15 @@ void values_from_fields(const uint8_t* codes, const uint8_t* centroids, const Ch
   const __m256i table = _mm256_broadcastsi128_si256(load128(centroids));
   const __m256i shuffle = load256(fields.value_shuffle), factor = load256(fields.value_factor);
   // Steps are pointers: index arithmetic per vector costs as much as the vector.
-  const int64_t row_bytes = dim * BITS / 8;
+  const int64_t row_bytes = dim * BITS / 8, half = 8 * row_bytes;
   const uint8_t* row = codes + chunk.first * row_bytes;
   const uint8_t* end = row + chunk.columns * row_bytes;
   int16_t* out = values + static_cast<int64_t>(chunk.column) * dim;
-  for (; row < end; row += row_bytes) {
-    for (const uint8_t* stop = row + row_bytes; row < stop; row += 2 * BITS, out += 32) {
+  for (; row < end; row += half) {
+    for (const uint8_t* stop = row + half; row < stop; row += 2 * BITS, out += 32) {
       const __m256i a = look_up<BITS>(_mm256_broadcastsi128_si256(load128(row)), shuffle, factor,
                                       table);
-      const __m256i b = look_up<BITS>(_mm256_broadcastsi128_si256(load128(row + row_bytes)),
+      const __m256i b = look_up<BITS>(_mm256_broadcastsi128_si256(load128(row + half)),
                                       shuffle, factor, table);
       store256(out, _mm256_unpacklo_epi16(a, b));
       store256(out + 16, _mm256_unpackhi_epi16(a, b));
@@ -173,14 +173,15 @@ void values_from_bytes(const uint8_t* bytes, const Chunk& chunk, int dim,
   const __m256i spread = _mm256_setr_epi8(0, -1, 1, -1, 2, -1, 3, -1, 8, -1, 9, -1, 10, -1, 11, -1,
                                           4, -1, 5, -1, 6, -1, 7, -1, 12, -1, 13, -1, 14, -1, 15,
                                           -1);
-  for (int t = 0; t < chunk.columns; t += 2) {
-    const int pair = (chunk.column + t) / 2;
-    for (int d = 0; d < dim; d += 16) {
-      const uint8_t* p = bytes + t * dim + d;
-      const __m256i a = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load128(p)), spread);
-      const __m256i b = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load128(p + dim)), spread);
-      store256(values + 2 * (pair * dim + d), _mm256_unpacklo_epi16(a, b));
-      store256(values + 2 * (pair * dim + d + 8), _mm256_unpackhi_epi16(a, b));
+  int16_t* out = values + static_cast<int64_t>(chunk.column) * dim;
+  const int half = 8 * dim;
+  for (const uint8_t* end = bytes + chunk.columns * dim; bytes < end; bytes += half) {
+    for (const uint8_t* stop = bytes + half; bytes < stop; bytes += 16, out += 32) {
+      const __m256i a = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load128(bytes)), spread);
+      const __m256i b =
+          _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load128(bytes + half)), spread);
+      store256(out, _mm256_unpacklo_epi16(a, b));
+      store256(out + 16, _mm256_unpackhi_epi16(a, b));
     }
   }
 }
