@@ -9,11 +9,12 @@
 // have 15 bits and a step of their own per row, weights 15 bits per row and tile. The other formats
 // are multiplied in float32.
 //
-// Tile layouts: keys   [token / LANES][channel or pair][LANES], pair = two neighbouring channels;
+// Tile layouts: keys   [token / LANES][channel or pair][LANES], pair = channels d and d + 4 of 8;
 //               values [token or pair][channel / LANES][LANES], pair = tokens t and t + 8 of 16.
 // So both are written in the order of the page's rows; a product steps through them by strides.
+// Channels of values may be in an order of their own: outputs are kept in it for a run of pages.
 
-// Quantises a row of queries to 15 bits. Gives its step, and what the bias of a tile adds to each of
+// Quantises a row of queries to 15 bits, in the order of a tile's pairs. Gives its step, and what the bias of a tile adds to each of
 // its products, with the sign turned.
 void quantise(const float* q, int dim, int16_t* q16, float* step, int32_t* start) {
   VF best = {};
@@ -24,11 +25,17 @@ void quantise(const float* q, int dim, int16_t* q16, float* step, int32_t* start
   const float largest = maximum(best);
   const float inverse = largest > 0 ? 32767.0f / largest : 0.0f;
   VI all = {};
+  int32_t whole[256];
   for (int d = 0; d < dim; d += LANES) {
-    const VF x = load(q + d) * inverse;
-    const VI rounded = to_int(x + (x < VF{} ? splat(-0.5f) : splat(0.5f)));
+    const VI rounded = round_to_int(load(q + d) * inverse);
     all += rounded;
-    *reinterpret_cast<VHalf*>(q16 + d) = narrow(rounded);
+    store(whole + d, rounded);
+  }
+  for (int d = 0; d < dim; d += 8) {
+    for (int i = 0; i < 4; ++i) {
+      q16[d + 2 * i] = static_cast<int16_t>(whole[d + i]);
+      q16[d + 2 * i + 1] = static_cast<int16_t>(whole[d + i + 4]);
+    }
   }
   *start = -kBias * sum(all);
   *step = largest / 32767.0f;
@@ -313,8 +320,11 @@ void attend(const AttendJob& job, const MinimaFormat& format, const uint8_t* are
             const int64_t* pages, int64_t num_pages, int last_len, int64_t position,
             void* scratch) {
   Scratch& s = *static_cast<Scratch*>(scratch);
+  const int dim = job.geometry->head_dim, turned = turned_channels(format, dim);
+  turn_channels(job.out, job.rows, dim, turned);
   if (format.type == kTQ)
     attend_pages<int16_t>(job, format, arena, pages, num_pages, last_len, position, s);
   else
     attend_pages<float>(job, format, arena, pages, num_pages, last_len, position, s);
+  turn_channels(job.out, job.rows, dim, turned);
 }

@@ -41,11 +41,6 @@ INLINE VF vmax(VF a, VF b) {
   return reinterpret_cast<VF>(_mm256_max_ps(reinterpret_cast<__m256>(a), reinterpret_cast<__m256>(b)));
 }
 INLINE VI lane_numbers() { return VI{0, 1, 2, 3, 4, 5, 6, 7}; }
-INLINE VHalf narrow(VI v) {
-  const __m256i wide = reinterpret_cast<__m256i>(v);
-  return reinterpret_cast<VHalf>(
-      _mm_packs_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1)));
-}
 INLINE VI round_to_int(VF v) {
   return reinterpret_cast<VI>(_mm256_cvtps_epi32(reinterpret_cast<__m256>(v)));
 }

@@ -29,9 +29,6 @@ INLINE VF vmax(VF a, VF b) {
   return reinterpret_cast<VF>(_mm512_max_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b)));
 }
 INLINE VI lane_numbers() { return VI{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
-INLINE VHalf narrow(VI v) {
-  return reinterpret_cast<VHalf>(_mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(v)));
-}
 INLINE VI round_to_int(VF v) {
   return reinterpret_cast<VI>(_mm512_cvtps_epi32(reinterpret_cast<__m512>(v)));
 }

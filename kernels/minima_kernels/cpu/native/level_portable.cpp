@@ -21,8 +21,7 @@ INLINE float maximum(VF v) {
 }
 INLINE VF vmax(VF a, VF b) { return a > b ? a : b; }
 INLINE VI lane_numbers() { return VI{0, 1, 2, 3}; }
-INLINE VHalf narrow(VI v) { return __builtin_convertvector(v, VHalf); }
-INLINE VI round_to_int(VF v) { return to_int(v + 0.5f); }
+INLINE VI round_to_int(VF v) { return to_int(v + (v < VF{} ? splat(-0.5f) : splat(0.5f))); }
 // Sixteen numbers below 2**15 as pairs (i, i + 8).
 INLINE void store_pairs(int32_t* p, const VI v[4]) {
   store(p, v[0] | v[2] << 16);

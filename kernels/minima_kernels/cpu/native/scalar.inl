@@ -1,5 +1,9 @@
 // Expansion of keys and values into tiles, one value at a time: the portable level.
 
+// Tiles keep the order of the channels on this level.
+INLINE int turned_channels(const MinimaFormat&, int) { return 0; }
+INLINE void turn_channels(float*, int, int, int) {}
+
 // FP8 values stay at 2**-120 of their size, as on the other levels: the scales put it back.
 INLINE float tile_value(const MinimaFormat& format, const uint8_t* codes, int64_t index) {
   const float value = stored_value(format.type, codes, index);
@@ -14,7 +18,8 @@ void expand_keys(const MinimaFormat& format, const uint8_t* codes, const Chunk& 
   for (int t = 0; t < chunk.columns; ++t) {
     const int at = chunk.column + t;
     int16_t* out = keys + (at / LANES) * dim * LANES + at % LANES * 2;
-    for (int d = 0; d < dim; ++d) out[d / 2 * 2 * LANES + d % 2] = bytes[t * dim + d];
+    for (int d = 0; d < dim; ++d)
+      out[(d / 8 * 4 + d % 4) * 2 * LANES + d / 4 % 2] = bytes[t * dim + d];
   }
 }
 

@@ -5,7 +5,6 @@ typedef float VF __attribute__((vector_size(4 * LANES), aligned(4 * LANES)));
 typedef int32_t VI __attribute__((vector_size(4 * LANES), aligned(4 * LANES)));
 typedef uint32_t VU __attribute__((vector_size(4 * LANES), aligned(4 * LANES)));
 typedef int16_t VS __attribute__((vector_size(4 * LANES), aligned(4 * LANES)));
-typedef int16_t VHalf __attribute__((vector_size(2 * LANES), aligned(2)));
 typedef float VFU __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t VIU __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int16_t VSU __attribute__((vector_size(4 * LANES), aligned(2), may_alias));

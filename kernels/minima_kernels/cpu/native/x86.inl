@@ -31,56 +31,39 @@ INLINE void transpose(__m256i rows[8]) {
   }
 }
 
-// Bit fields of BITS bits. A byte shuffle brings the byte or two that hold a code into a 16-bit lane,
-// the high half of a product shifts it down by a count of its own, and after a mask a byte shuffle
-// looks the centroid up. High bytes index entry 0 of the table, which is zero.
+// Bit fields of BITS bits. Codes of a row are taken by octets (eight codes, BITS bytes), each as two
+// 16-bit words: one that holds codes 0-3, one that holds codes 4-7. So both codes of a pair (i, i + 4)
+// are shifted down at once, each by a count of its own: the high half of a product does that.
 template <int BITS>
-struct Fields {
-  // For code `code`, counted from byte 0 of a 128-bit lane, in 16-bit lane `lane`: the shuffle, and
-  // the factor that shifts by 16 - log2(factor).
-  static void set(int lane, int code, int8_t* shuffle, uint16_t* factor) {
-    int byte = BITS * code / 8, shift = BITS * code % 8;
-    // A factor of 2**16 does not exist: codes at the start of a byte use it as the high one.
-    if (shift == 0) --byte, shift = 8;
-    shuffle[2 * lane] = static_cast<int8_t>(shift == 8 ? -128 : byte);
-    shuffle[2 * lane + 1] = static_cast<int8_t>(shift + BITS > 8 ? byte + 1 : -128);
-    factor[lane] = static_cast<uint16_t>(1 << (16 - shift));
-  }
-
-  alignas(32) int8_t key_shuffle[4][32];
-  alignas(32) uint16_t key_factor[4][16];
-  alignas(32) int8_t value_shuffle[32];
-  alignas(32) uint16_t value_factor[16];
-
-  Fields() {
-    // Keys: each 32-bit lane holds eight codes of one token; pair i takes codes 2i and 2i + 1.
-    for (int i = 0; i < 4; ++i)
-      for (int lane = 0; lane < 16; ++lane) {
-        set(lane, 2 * i + lane % 2, key_shuffle[i], key_factor[i]);
-        for (int byte = 2 * lane; byte < 2 * lane + 2; ++byte)
-          if (key_shuffle[i][byte] >= 0)
-            key_shuffle[i][byte] = static_cast<int8_t>(key_shuffle[i][byte] + lane / 2 % 4 * 4);
-      }
-    // Values: both 128-bit lanes hold 16 codes of one token. Lanes are ordered so that interleaving
-    // two tokens gives channels 0-7 and channels 8-15.
-    for (int lane = 0; lane < 16; ++lane)
-      set(lane, lane / 8 * 4 + lane % 8 / 4 * 8 + lane % 4, value_shuffle, value_factor);
-  }
-
-  static const Fields& instance() {
-    static const Fields fields;
-    return fields;
-  }
+struct Octets {
+  static constexpr int low_shift(int i) { return BITS * i; }
+  // The second word of an octet starts at its second byte if the octet has more than two.
+  static constexpr int high_shift(int i) { return BITS * (i + 4) - (BITS >= 3 ? 8 * (BITS - 2) : 0); }
+  static constexpr int kHighByte = BITS >= 3 ? BITS - 2 : 0;
 };
 
-template <int BITS>
-INLINE __m256i look_up(__m256i packed, __m256i shuffle, __m256i factor, __m256i table) {
-  const __m256i lanes = _mm256_mulhi_epu16(_mm256_shuffle_epi8(packed, shuffle), factor);
-  const __m256i mask = _mm256_set1_epi16((1 << BITS) - 1);
-  return _mm256_shuffle_epi8(table, _mm256_and_si256(lanes, mask));
+// Code `i` of each 32-bit lane's low word and code `i + 4` of its high one, as centroids in 16-bit
+// lanes: high bytes index entry 0 of the table, which is zero.
+template <int BITS, int LOW, int HIGH>
+INLINE __m256i look_up(__m256i words, __m256i table) {
+  __m256i codes;
+  if constexpr (LOW == HIGH) {
+    codes = LOW == 0 ? words : _mm256_srli_epi16(words, LOW);
+    codes = _mm256_and_si256(codes, _mm256_set1_epi16((1 << BITS) - 1));
+  } else if constexpr (LOW == 0) {
+    // No factor shifts down by nothing: shift up to the top, then down.
+    constexpr int kLow = 1 << (16 - BITS), kHigh = 1 << (16 - BITS - HIGH);
+    codes = _mm256_mullo_epi16(words, _mm256_set1_epi32(kLow | kHigh << 16));
+    codes = _mm256_srli_epi16(codes, 16 - BITS);
+  } else {
+    constexpr uint32_t kLow = 1u << (16 - LOW), kHigh = 1u << (16 - HIGH);
+    codes = _mm256_mulhi_epu16(words, _mm256_set1_epi32(static_cast<int>(kLow | kHigh << 16)));
+    codes = _mm256_and_si256(codes, _mm256_set1_epi16((1 << BITS) - 1));
+  }
+  return _mm256_shuffle_epi8(table, codes);
 }
 
-// 64 codes of a row as eight 32-bit lanes of eight codes each.
+// Eight octets of a row, a 32-bit lane each, low word first.
 template <int BITS>
 INLINE __m256i load_octets(const uint8_t* p) {
   if constexpr (BITS == 4) return load256(p);
@@ -88,23 +71,27 @@ INLINE __m256i load_octets(const uint8_t* p) {
     const __m256i halves = _mm256_inserti128_si256(_mm256_castsi128_si256(load128(p)),
                                                    load128(p + 12), 1);
     return _mm256_shuffle_epi8(
-        halves, _mm256_setr_epi8(0, 1, 2, -1, 3, 4, 5, -1, 6, 7, 8, -1, 9, 10, 11, -1, 0, 1, 2, -1,
-                                 3, 4, 5, -1, 6, 7, 8, -1, 9, 10, 11, -1));
+        halves, _mm256_setr_epi8(0, 1, 1, 2, 3, 4, 4, 5, 6, 7, 7, 8, 9, 10, 10, 11, 0, 1, 1, 2, 3,
+                                 4, 4, 5, 6, 7, 7, 8, 9, 10, 10, 11));
   }
-  if constexpr (BITS == 2) return _mm256_cvtepu16_epi32(load128(p));
-  return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  if constexpr (BITS == 2) {
+    const __m256i words = _mm256_cvtepu16_epi32(load128(p));
+    return _mm256_or_si256(words, _mm256_slli_epi32(words, 16));
+  }
+  const __m256i words = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  return _mm256_or_si256(words, _mm256_slli_epi32(words, 16));
+}
+
+template <int BITS, int I>
+INLINE void store_key_pair(int16_t* out, __m256i words, __m256i table) {
+  using O = Octets<BITS>;
+  store256(out + I * 2 * LANES, look_up<BITS, O::low_shift(I), O::high_shift(I)>(words, table));
 }
 
 template <int BITS>
 void keys_from_fields(const uint8_t* codes, const uint8_t* centroids, const Chunk& chunk, int dim,
                       int16_t* keys) {
-  const Fields<BITS>& fields = Fields<BITS>::instance();
   const __m256i table = _mm256_broadcastsi128_si256(load128(centroids));
-  __m256i shuffle[4], factor[4];
-  for (int i = 0; i < 4; ++i) {
-    shuffle[i] = load256(fields.key_shuffle[i]);
-    factor[i] = load256(fields.key_factor[i]);
-  }
   const int row_bytes = dim * BITS / 8, octets = dim / 8;
   for (int t = 0; t < chunk.columns; t += 8) {
     const uint8_t* row = codes + static_cast<int64_t>(chunk.first + t) * row_bytes;
@@ -116,53 +103,79 @@ void keys_from_fields(const uint8_t* codes, const uint8_t* centroids, const Chun
       transpose(lanes);
       const int count = octets - octet < 8 ? octets - octet : 8;
       int16_t* out = keys + 2 * key_place(group, dim / 2, octet * 4);
-      for (int j = 0; j < count; ++j)
-        for (int i = 0; i < 4; ++i)
-          store256(out + (j * 4 + i) * 2 * LANES,
-                   look_up<BITS>(lanes[j], shuffle[i], factor[i], table));
+      for (int j = 0; j < count; ++j, out += 8 * LANES) {
+        store_key_pair<BITS, 0>(out, lanes[j], table);
+        store_key_pair<BITS, 1>(out, lanes[j], table);
+        store_key_pair<BITS, 2>(out, lanes[j], table);
+        store_key_pair<BITS, 3>(out, lanes[j], table);
+      }
     }
   }
 }
 
+// Eight octets of channels of two tokens: lane i of vector j holds channel 8 * i + j of both.
+template <int BITS, int I>
+INLINE void look_up_values(__m256i* out, __m256i low, __m256i high, __m256i table) {
+  using O = Octets<BITS>;
+  out[I] = look_up<BITS, O::low_shift(I), O::low_shift(I)>(low, table);
+  out[I + 4] = look_up<BITS, O::high_shift(I), O::high_shift(I)>(high, table);
+}
+
+template <int BITS>
+INLINE void look_up_values(__m256i out[8], const uint8_t* row, int64_t half, __m256i table) {
+  const __m256i a = load_octets<BITS>(row), b = load_octets<BITS>(row + half);
+  const __m256i low = _mm256_blend_epi16(a, _mm256_slli_epi32(b, 16), 0xaa);
+  const __m256i high = _mm256_blend_epi16(_mm256_srli_epi32(a, 16), b, 0xaa);
+  look_up_values<BITS, 0>(out, low, high, table);
+  look_up_values<BITS, 1>(out, low, high, table);
+  look_up_values<BITS, 2>(out, low, high, table);
+  look_up_values<BITS, 3>(out, low, high, table);
+}
+
+// Blocks of 64 channels are left turned (see `turn_channels`), the rest is put in order.
 template <int BITS>
 void values_from_fields(const uint8_t* codes, const uint8_t* centroids, const Chunk& chunk, int dim,
                         int16_t* values) {
-  const Fields<BITS>& fields = Fields<BITS>::instance();
   const __m256i table = _mm256_broadcastsi128_si256(load128(centroids));
-  const __m256i shuffle = load256(fields.value_shuffle), factor = load256(fields.value_factor);
-  // Steps are pointers: index arithmetic per vector costs as much as the vector.
   const int64_t row_bytes = dim * BITS / 8, half = 8 * row_bytes;
   const uint8_t* row = codes + chunk.first * row_bytes;
-  const uint8_t* end = row + chunk.columns * row_bytes;
   int16_t* out = values + static_cast<int64_t>(chunk.column) * dim;
-  for (; row < end; row += half) {
-    for (const uint8_t* stop = row + half; row < stop; row += 2 * BITS, out += 32) {
-      const __m256i a = look_up<BITS>(_mm256_broadcastsi128_si256(load128(row)), shuffle, factor,
-                                      table);
-      const __m256i b = look_up<BITS>(_mm256_broadcastsi128_si256(load128(row + half)),
-                                      shuffle, factor, table);
-      store256(out, _mm256_unpacklo_epi16(a, b));
-      store256(out + 16, _mm256_unpackhi_epi16(a, b));
+  for (int t = 0; t < chunk.columns; t += 16, row += half) {
+    for (int i = 0; i < 8; ++i, row += row_bytes) {
+      const uint8_t* p = row;
+      int d = 0;
+      for (; d + 64 <= dim; d += 64, p += 8 * BITS, out += 128) {
+        __m256i pairs[8];
+        look_up_values<BITS>(pairs, p, half, table);
+        for (int j = 0; j < 8; ++j) store256(out + 16 * j, pairs[j]);
+      }
+      if (d == dim) continue;
+      __m256i pairs[8];
+      look_up_values<BITS>(pairs, p, half, table);
+      transpose(pairs);
+      for (int j = 0; d < dim; d += 8, ++j, out += 16) store256(out, pairs[j]);
     }
   }
 }
 
 // The same from bytes: mixed-radix codes that `unpack_bytes` has expanded.
 void keys_from_bytes(const uint8_t* bytes, const Chunk& chunk, int dim, int16_t* keys) {
-  const __m256i low = _mm256_setr_epi8(0, -1, 1, -1, 4, -1, 5, -1, 8, -1, 9, -1, 12, -1, 13, -1, 0,
-                                       -1, 1, -1, 4, -1, 5, -1, 8, -1, 9, -1, 12, -1, 13, -1);
-  const __m256i high = _mm256_or_si256(low, _mm256_set1_epi16(2));
+  // Octets as codes 0, 1, 4, 5 and 2, 3, 6, 7.
+  const __m256i order = _mm256_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15, 0, 1,
+                                         4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
+  const __m256i low = _mm256_set1_epi16(0xff);
   for (int t = 0; t < chunk.columns; t += 8) {
     const int group = (chunk.column + t) / 8;
     for (int d = 0; d < dim; d += 32) {
       __m256i lanes[8];
-      for (int i = 0; i < 8; ++i) lanes[i] = load256(bytes + (t + i) * dim + d);
+      for (int i = 0; i < 8; ++i)
+        lanes[i] = _mm256_shuffle_epi8(load256(bytes + (t + i) * dim + d), order);
       transpose(lanes);
       const int count = dim - d < 32 ? (dim - d) / 4 : 8;
       int16_t* out = keys + 2 * key_place(group, dim / 2, d / 2);
       for (int j = 0; j < count; ++j) {
-        store256(out + 2 * j * 2 * LANES, _mm256_shuffle_epi8(lanes[j], low));
-        store256(out + (2 * j + 1) * 2 * LANES, _mm256_shuffle_epi8(lanes[j], high));
+        store256(out + 2 * j * 2 * LANES, _mm256_and_si256(lanes[j], low));
+        store256(out + (2 * j + 1) * 2 * LANES, _mm256_srli_epi16(lanes[j], 8));
       }
     }
   }
@@ -214,6 +227,24 @@ void expand_values(const MinimaFormat& format, const uint8_t* codes, const Chunk
   unpack_bytes(table, codes, static_cast<int64_t>(chunk.first) * dim,
                static_cast<int64_t>(chunk.columns) * dim, bytes + 8);
   values_from_bytes(bytes + 8, chunk, dim, values);
+}
+
+// Channels of a tile of values that are in another order: 8 * i + j at place 8 * j + i of each 64.
+INLINE int turned_channels(const MinimaFormat& format, int dim) {
+  return format.type == kTQ && level_table(format.v_levels).planar ? dim / 64 * 64 : 0;
+}
+
+// From this order to that of the channels, or back.
+void turn_channels(float* rows, int num_rows, int dim, int turned) {
+  for (int r = 0; r < num_rows; ++r) {
+    for (int d = 0; d < turned; d += 64) {
+      float* block = rows + static_cast<int64_t>(r) * dim + d;
+      __m256i lanes[8];
+      for (int i = 0; i < 8; ++i) lanes[i] = load256(block + 8 * i);
+      transpose(lanes);
+      for (int i = 0; i < 8; ++i) store256(block + 8 * i, lanes[i]);
+    }
+  }
 }
 
 // FP8 values stay at 2**-120 of their size: moved into place, e4m3 bits are float32 bits of that,
