@@ -112,10 +112,14 @@ void attend_tile(const AttendJob& job, const MinimaFormat& format, const Chunk* 
     }
     if (format.k_scales >= 0) {
       const int64_t at = 2 * chunk.first;
-      load_factors(chunk.page + format.k_scales + job.head * format.k_scales_head + at,
-                  chunk.tokens, chunk.columns, k_factor, s.k_scales + chunk.column);
-      load_factors(chunk.page + format.v_scales + job.head * format.v_scales_head + at,
-                  chunk.tokens, chunk.columns, v_factor, s.v_scales + chunk.column);
+      const uint8_t* k_scales =
+          chunk.page + format.k_scales + job.head * format.k_scales_head + at;
+      const uint8_t* v_scales =
+          chunk.page + format.v_scales + job.head * format.v_scales_head + at;
+      load_factors(k_scales, chunk.tokens, chunk.columns, k_factor, s.k_scales + chunk.column);
+      load_factors(v_scales, chunk.tokens, chunk.columns, v_factor, s.v_scales + chunk.column);
+      ask_for(k_scales + chunk.ahead, 2 * chunk.columns);
+      ask_for(v_scales + chunk.ahead, 2 * chunk.columns);
       if (is_tq) {
         for (int t = chunk.column; t < chunk.column + chunk.columns; t += LANES) {
           // Biased exponents; at least 2**-40, so that sums stay finite where all values are zero.
@@ -132,6 +136,7 @@ void attend_tile(const AttendJob& job, const MinimaFormat& format, const Chunk* 
     if (format.k_mean >= 0) {
       const uint8_t* mean = chunk.page + format.k_mean + job.head * format.k_mean_head;
       load_factors(mean, dim, dim, 1.0f, s.means[i]);
+      ask_for(mean + chunk.ahead, 2 * dim);
     }
   }
 
@@ -263,19 +268,6 @@ void attend_tile(const AttendJob& job, const MinimaFormat& format, const Chunk* 
   }
 }
 
-// Asks for the codes of tokens `first` .. of a page, so that they arrive while a tile is worked on.
-void prefetch(const MinimaFormat& format, const uint8_t* page, int head, int page_size, int first,
-              int tokens) {
-  const int64_t k_bytes = format.k_codes_head * tokens / page_size;
-  const int64_t v_bytes = format.v_codes_head * tokens / page_size;
-  const uint8_t* k = page + format.k_codes + head * format.k_codes_head +
-                     format.k_codes_head * first / page_size;
-  const uint8_t* v = page + format.v_codes + head * format.v_codes_head +
-                     format.v_codes_head * first / page_size;
-  for (int64_t at = 0; at < k_bytes; at += 64) __builtin_prefetch(k + at, 0, 2);
-  for (int64_t at = 0; at < v_bytes; at += 64) __builtin_prefetch(v + at, 0, 2);
-}
-
 template <typename Element>
 void attend_pages(const AttendJob& job, const MinimaFormat& format, const uint8_t* arena,
                   const int64_t* pages, int64_t num_pages, int last_len, int64_t position,
@@ -290,21 +282,17 @@ void attend_pages(const AttendJob& job, const MinimaFormat& format, const uint8_
   int num_chunks = 0, columns = 0;
   for (int64_t i = 0; i < num_pages; ++i) {
     const int length = i + 1 == num_pages ? last_len : page_size;
+    // A tile ahead: in the same page, or in that of the next group of pages.
+    const int64_t next = i + per_tile < num_pages ? i + per_tile : i;
     for (int first = 0; first < length; first += limit) {
       if (job.last_token >= 0 && first > job.last_token) break;
       const int tokens = length - first < limit ? length - first : limit;
       const int rounded = (tokens + 15) / 16 * 16;
-      chunks[num_chunks++] =
-          Chunk{arena + pages[i], static_cast<int>(i), first, tokens, rounded, columns};
+      chunks[num_chunks++] = Chunk{arena + pages[i], static_cast<int>(i), first, tokens, rounded,
+                                   columns, pages[next] - pages[i]};
       columns += rounded;
       const bool group_ends = (position + i + 1) % per_tile == 0 || i + 1 == num_pages;
       if (group_ends || first + limit < length) {
-        if (first + limit < length)
-          prefetch(format, arena + pages[i], job.head, page_size, first + limit, limit);
-        else
-          for (int64_t next = i + 1; next < num_pages && next <= i + per_tile; ++next)
-            prefetch(format, arena + pages[next], job.head, page_size, 0,
-                     page_size < limit ? page_size : limit);
         const bool diagonal = job.first_token >= 0 && first + tokens > job.first_token;
         if (tokens < rounded || diagonal)
           attend_tile<Element, true>(job, format, chunks, num_chunks, columns, scratch);

@@ -12,4 +12,11 @@ struct Chunk {
   int tokens;   // valid ones
   int columns;  // tokens rounded up to 16
   int column;   // place in the tile
+  // Bytes from here to what a later tile needs in the same place: asked for a few lines at a time
+  // while this one is expanded, for more at once than the processor can wait for would stall it.
+  int64_t ahead;
 };
+
+INLINE void ask_for(const uint8_t* from, int64_t bytes) {
+  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + at, 0, 3);
+}

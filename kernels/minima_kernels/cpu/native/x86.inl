@@ -96,6 +96,7 @@ void keys_from_fields(const uint8_t* codes, const uint8_t* centroids, const Chun
   for (int t = 0; t < chunk.columns; t += 8) {
     const uint8_t* row = codes + static_cast<int64_t>(chunk.first + t) * row_bytes;
     const int group = (chunk.column + t) / 8;
+    ask_for(row + chunk.ahead, 8 * row_bytes);
     for (int octet = 0; octet < octets; octet += 8) {
       __m256i lanes[8];
       for (int i = 0; i < 8; ++i)
@@ -141,6 +142,7 @@ void values_from_fields(const uint8_t* codes, const uint8_t* centroids, const Ch
   const uint8_t* row = codes + chunk.first * row_bytes;
   int16_t* out = values + static_cast<int64_t>(chunk.column) * dim;
   for (int t = 0; t < chunk.columns; t += 16, row += half) {
+    ask_for(row + chunk.ahead, 2 * half);
     for (int i = 0; i < 8; ++i, row += row_bytes) {
       const uint8_t* p = row;
       int d = 0;
@@ -259,6 +261,7 @@ void expand_keys(const MinimaFormat& format, const uint8_t* codes, const Chunk& 
   for (int t = 0; t < chunk.columns; t += 8) {
     const uint8_t* row = codes + static_cast<int64_t>(chunk.first + t) * row_bytes;
     float* out = keys + key_place((chunk.column + t) / 8, dim, 0);
+    ask_for(row + chunk.ahead, 8 * row_bytes);
     __m256i lanes[8];
     if (format.type == kFP8) {
       for (int d = 0; d < dim; d += 32) {
@@ -318,7 +321,11 @@ void values_from_rows(const uint8_t* codes, const Chunk& chunk, int dim,
   float* out = values + static_cast<int64_t>(chunk.column) * dim;
   const float* valid = out + chunk.tokens * dim;
   const float* end = out + chunk.columns * dim;
-  for (; out < valid; p += 8 * kWidth, out += 8) store256(out, load_floats<TYPE>(p));
+  while (out < valid) {
+    ask_for(p + chunk.ahead, dim * kWidth);
+    for (const float* row = out + dim; out < row; p += 8 * kWidth, out += 8)
+      store256(out, load_floats<TYPE>(p));
+  }
   // Bytes behind the last token may be anything; a weight of zero does not undo a NaN.
   for (; out < end; out += 8) store256(out, _mm256_setzero_si256());
 }
