@@ -85,6 +85,31 @@ INLINE int row_limit(const AttendJob& job, const Chunk& chunk, int row) {
   return own < chunk.tokens ? own : chunk.tokens;
 }
 
+// Scores of a row from column `at` on become weights, the first `limit` of them if `masked`: in
+// float32 times the scale of their values, or in integers. Adds up both.
+template <typename Element, bool masked, int COLUMNS>
+INLINE void weigh(float* row, int32_t* weights, const float* v_scales, int at, int limit, float top,
+                  VF& total, VI& weight_total) {
+  constexpr int N = COLUMNS / LANES;
+  VF p[N];
+  for (int i = 0; i < N; ++i) p[i] = load(row + at + i * LANES) - top;
+  exp2(p);
+  if (masked) {
+    for (int i = 0; i < N; ++i)
+      p[i] = lane_numbers() < splat(limit - i * LANES) ? p[i] : VF{};
+  }
+  for (int i = 0; i < N; ++i) total += p[i];
+  for (int i = 0; i < N; ++i) p[i] *= load(v_scales + at + i * LANES);
+  if constexpr (sizeof(Element) == 2) {
+    VI w[N];
+    for (int i = 0; i < N; ++i) w[i] = round_to_int(p[i]);
+    for (int i = 0; i < N; ++i) weight_total += w[i];
+    for (int i = 0; i < COLUMNS / 16; ++i) store_pairs(weights + at / 2 + 8 * i, w + i * 16 / LANES);
+  } else {
+    for (int i = 0; i < N; ++i) store(row + at + i * LANES, p[i]);
+  }
+}
+
 // `masked`: some columns of the tile are not valid for some rows.
 template <typename Element, bool masked>
 void attend_tile(const AttendJob& job, const MinimaFormat& format, const Chunk* chunks,
@@ -162,6 +187,7 @@ void attend_tile(const AttendJob& job, const MinimaFormat& format, const Chunk* 
     // overlap those of different rows if they are close together.
     for (int r = 0; r < rows; ++r) {
       float* row = scores + r * kMaxTile;
+      const VF q_step = splat(is_tq ? job.q_step[block + r] : 0.0f);
       VF best = splat(-INFINITY);
       for (int i = 0; i < num_chunks; ++i) {
         const Chunk& chunk = chunks[i];
@@ -175,7 +201,7 @@ void attend_tile(const AttendJob& job, const MinimaFormat& format, const Chunk* 
           VF x;
           if constexpr (is_tq) {
             const VF exact = to_float(load(reinterpret_cast<int32_t*>(row) + at));
-            x = exact * (load(s.k_scales + at) * job.q_step[block + r]) + shift;
+            x = exact * (load(s.k_scales + at) * q_step) + shift;
           } else {
             x = load(row + at) * load(s.k_scales + at) + shift;
           }
@@ -197,8 +223,10 @@ void attend_tile(const AttendJob& job, const MinimaFormat& format, const Chunk* 
       job.max[block + r] = new_max;
     }
     for (int r = 0; r < rows; r += LANES) {
-      store(s.keep + r, exp2(load(s.keep + r)));
-      store(s.gain + r, exp2(load(s.gain + r)));
+      VF factors[] = {load(s.keep + r), load(s.gain + r)};
+      exp2(factors);
+      store(s.keep + r, factors[0]);
+      store(s.gain + r, factors[1]);
     }
     for (int r = 0; r < rows; ++r) {
       float* row = scores + r * kMaxTile;
@@ -208,27 +236,15 @@ void attend_tile(const AttendJob& job, const MinimaFormat& format, const Chunk* 
       VI weight_total = {};
       for (int i = 0; i < num_chunks; ++i) {
         const Chunk& chunk = chunks[i];
+        const int limit = masked ? row_limit(job, chunk, block + r) : 0;
         VF chunk_total = {};
-        for (int first = chunk.column; first < chunk.column + chunk.columns; first += 16) {
-          VI w[16 / LANES];
-          for (int j = 0; j < 16 / LANES; ++j) {
-            const int at = first + j * LANES;
-            VF p = exp2(load(row + at) - top);
-            if constexpr (masked) {
-              const int limit = row_limit(job, chunk, block + r) - (at - chunk.column);
-              p = lane_numbers() < splat(limit) ? p : VF{};
-            }
-            chunk_total += p;
-            p *= load(s.v_scales + at);
-            if constexpr (is_tq) {
-              w[j] = round_to_int(p);
-              weight_total += w[j];
-            } else {
-              store(row + at, p);
-            }
-          }
-          if constexpr (is_tq) store_pairs(weights + first / 2, w);
-        }
+        int at = 0;
+        for (; at + 32 <= chunk.columns; at += 32)
+          weigh<Element, masked, 32>(row, weights, s.v_scales, chunk.column + at, limit - at, top,
+                                     chunk_total, weight_total);
+        if (at < chunk.columns)
+          weigh<Element, masked, 16>(row, weights, s.v_scales, chunk.column + at, limit - at, top,
+                                     chunk_total, weight_total);
         row_total += chunk_total;
         if (job.page_sums) {
           float& entry =
