@@ -14,17 +14,30 @@ from minima_kernels.cpu.library import available_levels
 NATIVE = Path(cpu.__file__).parent / "native"
 
 
-@pytest.mark.slow
-def test_no_report_at_any_level(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("no C++ compiler")
-    program = tmp_path / "sanitize"
+    target = tmp_path_factory.mktemp("sanitize") / "sanitize"
     sources = [Path(__file__).with_name("sanitize.cpp"), *sorted(NATIVE.glob("*.cpp"))]
-    flags = "-O1 -g -std=c++17 -w -fsanitize=address,undefined -fno-sanitize-recover=all -pthread"
-    command = [compiler, *flags.split(), f"-I{NATIVE}", *map(str, sources), "-o", str(program)]
+    flags = "-O1 -g1 -std=c++17 -w -fsanitize=address,undefined -fno-sanitize-recover=all -pthread"
+    command = [compiler, *flags.split(), f"-I{NATIVE}", *map(str, sources), "-o", str(target)]
     subprocess.run(command, check=True)
-    done = subprocess.run([program], capture_output=True, text=True, check=False)
+    return target
+
+
+def check(program: Path, *arguments: str) -> None:
+    done = subprocess.run([program, *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     for level in available_levels():
         assert f"{level}: " in done.stdout
+
+
+def test_no_report_for_any_format_at_any_level(program: Path) -> None:
+    check(program, "quick")
+
+
+@pytest.mark.slow
+def test_no_report_for_any_shape(program: Path) -> None:
+    check(program)

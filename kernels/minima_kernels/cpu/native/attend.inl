@@ -52,7 +52,7 @@ struct Scratch {
   alignas(64) float v_scales[kMaxTile];
   alignas(64) float v_bits[kMaxTile];  // v_scale < 2**v_bits
   alignas(64) float means[kMaxChunks][256];
-  alignas(64) uint8_t bytes[kMaxTile * 256 + 64];
+  alignas(64) uint8_t bytes[kTileBytes / 2 + 2 * kSlack];
   int32_t weight_start[kRowBlock];
   float top[kRowBlock];   // weights of the tile are in units of 2**top
   float keep[kRowBlock];  // factor of the outputs so far

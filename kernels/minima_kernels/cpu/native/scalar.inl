@@ -12,7 +12,7 @@ INLINE float tile_value(const MinimaFormat& format, const uint8_t* codes, int64_
 
 void expand_keys(const MinimaFormat& format, const uint8_t* codes, const Chunk& chunk, int dim,
                  int16_t* keys, uint8_t* bytes) {
-  bytes += 8;
+  bytes += kSlack;
   unpack_bytes(level_table(format.k_levels), codes, static_cast<int64_t>(chunk.first) * dim,
                static_cast<int64_t>(chunk.columns) * dim, bytes);
   for (int t = 0; t < chunk.columns; ++t) {
@@ -25,7 +25,7 @@ void expand_keys(const MinimaFormat& format, const uint8_t* codes, const Chunk& 
 
 void expand_values(const MinimaFormat& format, const uint8_t* codes, const Chunk& chunk, int dim,
                    int16_t* values, uint8_t* bytes) {
-  bytes += 8;
+  bytes += kSlack;
   unpack_bytes(level_table(format.v_levels), codes, static_cast<int64_t>(chunk.first) * dim,
                static_cast<int64_t>(chunk.columns) * dim, bytes);
   for (int t = 0; t < chunk.columns; ++t) {

@@ -36,6 +36,25 @@ uint8_t (*pair_table(const LevelTable& table))[8] {
   return rows;
 }
 
+WordSteps word_steps(int levels, int codes, int bits) {
+  WordSteps steps;
+  const bool two_words = codes <= 3;
+  steps.codes = two_words ? 2 * codes : codes;
+  steps.bits = two_words ? 2 * bits : bits;
+  if (!two_words) steps.radix = levels * levels * (codes == 4 ? 1 : levels);
+  for (int lane = 0; lane < 8; ++lane) {
+    const int bit = lane % 4 * steps.bits + (lane < 4 ? 0 : 4 * steps.bits % 8);
+    for (int i = 0; i < 4; ++i) steps.shuffle[4 * lane + i] = static_cast<int8_t>(bit / 8 + i);
+    steps.shift[lane] = bit % 8;
+  }
+  static const int8_t digits[] = {0, 1, 4, 2, 3, 6};
+  for (int i = 0; i < 32; ++i) {
+    const int step = i % 16 / steps.codes;
+    steps.order[i] = static_cast<int8_t>(step < 2 ? 8 * step + digits[i % 16 % steps.codes] : -128);
+  }
+  return steps;
+}
+
 }  // namespace
 
 const LevelTable& level_table(int levels) { return tables[levels]; }
@@ -54,7 +73,9 @@ bool register_levels(int levels, int codes, int bits, float step, const int8_t* 
   table.planar = (levels & (levels - 1)) == 0;
   table.levels = levels;
   if (table.planar) return true;
-  if (codes > 8) return table.levels = 0, false;
+  // The vectors' halves of at most three digits; packing.py has no others.
+  if (codes < 2 || codes > 6 || (codes == 2 && bits > 8)) return table.levels = 0, false;
+  table.steps = word_steps(levels, codes, bits);
   const bool pairs = 2 * bits <= kMaxTableBits && 2 * codes <= 8;
   table.step_codes = pairs ? 2 * codes : codes;
   table.step_bits = pairs ? 2 * bits : bits;

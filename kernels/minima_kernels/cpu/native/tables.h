@@ -9,6 +9,16 @@ constexpr int kMaxLevels = 16;
 // byte shuffle gives zero-extended 16-bit lanes. The lowest is -kBias for every level count.
 constexpr int kBias = 127;
 
+// Constants of words.inl. A step is one word, or two words of at most three codes.
+struct WordSteps {
+  alignas(32) int8_t shuffle[32] = {};  // the bytes of a lane's step; lanes 4-7: from step_bits / 2 on
+  alignas(32) int32_t shift[8] = {};
+  alignas(32) int8_t order[32] = {};    // digits 0 1 3 4 2 - 5 - of two steps, put in order
+  int codes = 0;
+  int bits = 0;
+  uint32_t radix = 0;  // of the lower half of a step of one word; 0 if there are two
+};
+
 // How `levels` codes are packed: `codes` digits in base `levels` share a word of `bits` bits.
 struct LevelTable {
   int levels = 0;
@@ -27,6 +37,7 @@ struct LevelTable {
   uint64_t reciprocal = 0;       // 2**32 / radix, rounded up: exact for words of 18 bits
   uint8_t (*low)[8] = nullptr;   // one row per step, or per low part
   uint8_t (*high)[8] = nullptr;  // null when all digits are low
+  WordSteps steps;
 };
 
 const LevelTable& level_table(int levels);

@@ -3,6 +3,7 @@
 constexpr int kMaxTile = 128;
 constexpr int kRowBlock = 48;
 constexpr int kTileBytes = 16384;  // of each of the two buffers, while head_dim is at most 256
+constexpr int kSlack = 64;  // bytes that an expansion may write before and behind its own
 constexpr int kMaxChunks = kMaxTile / 16;
 
 struct Chunk {

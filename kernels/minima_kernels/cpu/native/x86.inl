@@ -160,7 +160,9 @@ void values_from_fields(const uint8_t* codes, const uint8_t* centroids, const Ch
   }
 }
 
-// The same from bytes: mixed-radix codes that `unpack_bytes` has expanded.
+#include "words.inl"
+
+// The same from bytes: mixed-radix codes that `unpack_words` has expanded.
 void keys_from_bytes(const uint8_t* bytes, const Chunk& chunk, int dim, int16_t* keys) {
   // Octets as codes 0, 1, 4, 5 and 2, 3, 6, 7.
   const __m256i order = _mm256_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15, 0, 1,
@@ -211,9 +213,9 @@ void expand_keys(const MinimaFormat& format, const uint8_t* codes, const Chunk& 
     case 2: return keys_from_fields<1>(codes, table.bytes, chunk, dim, keys);
     default: break;
   }
-  unpack_bytes(table, codes, static_cast<int64_t>(chunk.first) * dim,
-               static_cast<int64_t>(chunk.columns) * dim, bytes + 8);
-  keys_from_bytes(bytes + 8, chunk, dim, keys);
+  unpack_words(table, codes, static_cast<int64_t>(chunk.first) * dim,
+               static_cast<int64_t>(chunk.columns) * dim, bytes + kSlack, chunk.ahead);
+  keys_from_bytes(bytes + kSlack, chunk, dim, keys);
 }
 
 void expand_values(const MinimaFormat& format, const uint8_t* codes, const Chunk& chunk, int dim,
@@ -226,9 +228,9 @@ void expand_values(const MinimaFormat& format, const uint8_t* codes, const Chunk
     case 2: return values_from_fields<1>(codes, table.bytes, chunk, dim, values);
     default: break;
   }
-  unpack_bytes(table, codes, static_cast<int64_t>(chunk.first) * dim,
-               static_cast<int64_t>(chunk.columns) * dim, bytes + 8);
-  values_from_bytes(bytes + 8, chunk, dim, values);
+  unpack_words(table, codes, static_cast<int64_t>(chunk.first) * dim,
+               static_cast<int64_t>(chunk.columns) * dim, bytes + kSlack, chunk.ahead);
+  values_from_bytes(bytes + kSlack, chunk, dim, values);
 }
 
 // Channels of a tile of values that are in another order: 8 * i + j at place 8 * j + i of each 64.
