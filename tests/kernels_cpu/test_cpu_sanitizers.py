@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,12 +21,21 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("no C++ compiler")
-    target = tmp_path_factory.mktemp("sanitize") / "sanitize"
-    sources = [Path(__file__).with_name("sanitize.cpp"), *sorted(NATIVE.glob("*.cpp"))]
-    flags = "-O1 -g1 -std=c++17 -w -fsanitize=address,undefined -fno-sanitize-recover=all -pthread"
-    command = [compiler, *flags.split(), f"-I{NATIVE}", *map(str, sources), "-o", str(target)]
-    subprocess.run(command, check=True)
-    return target
+    directory = tmp_path_factory.mktemp("sanitize")
+    flags = "-O0 -g1 -std=c++17 -w -fsanitize=address,undefined -fno-sanitize-recover=all -pthread"
+
+    def compiled(source: Path) -> str:
+        target = directory / f"{source.stem}.o"
+        command = [compiler, *flags.split(), f"-I{NATIVE}", "-c", str(source), "-o", str(target)]
+        subprocess.run(command, check=True)
+        return str(target)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        sources = [Path(__file__).with_name("sanitize.cpp"), *sorted(NATIVE.glob("*.cpp"))]
+        objects = list(pool.map(compiled, sources))
+    program = directory / "sanitize"
+    subprocess.run([compiler, *flags.split(), *objects, "-o", str(program)], check=True)
+    return program
 
 
 def check(program: Path, *arguments: str) -> None:
