@@ -12,6 +12,8 @@ from typing import Any
 import msgspec
 import regex
 
+from sglang_minima.grammar.spec import KINDS, Grammar
+
 GREEDY_TEMPERATURE = 1e-6
 MAX_STOPS = 32
 MAX_STOP_REGEX_LENGTH = 256
@@ -49,6 +51,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     sampling_seed: int | None = None
     n: int = 1
     stream_interval: int = 1
+    grammar: Grammar | None = None
+    """What the output must match: `json_schema`, `regex`, `ebnf` or `structural_tag`."""
 
     @property
     def greedy(self) -> bool:
@@ -73,18 +77,18 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         values: dict[str, Any] = {}
         for key, value in raw.items():
             if key in _UNSUPPORTED:
-                # An empty grammar means no grammar; anything else we must not ignore silently.
                 if value in (None, "", [], {}):
                     continue
+                # We must not ignore it silently.
                 raise InvalidRequest(f"sampling_params.{key} is not supported by this server")
-            if key not in cls.__struct_fields__:
-                known = ", ".join(cls.__struct_fields__)
+            if key not in _KNOWN:
                 raise InvalidRequest(
-                    f"unknown sampling parameter {key!r}, expected one of: {known}"
+                    f"unknown sampling parameter {key!r}, expected one of: {', '.join(_KNOWN)}"
                 )
             if value is None:
                 continue
             values[key] = value
+        values["grammar"] = _take_grammar(values)
         for key in ("stop", "stop_regex"):
             if isinstance(values.get(key), str):
                 values[key] = [values[key]]
@@ -158,9 +162,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 _REPEAT = re.compile(r"\{\s*(\d+)\s*(?:,\s*\d*\s*)?\}")
-_UNSUPPORTED = frozenset(
-    {"regex", "json_schema", "ebnf", "structural_tag", "beam_width", "custom_params"}
-)
+_UNSUPPORTED = frozenset({"beam_width", "custom_params"})
+_KNOWN = (*(name for name in SamplingParams.__struct_fields__ if name != "grammar"), *KINDS)
 _INTEGERS = (
     "max_new_tokens",
     "min_new_tokens",
@@ -179,6 +182,20 @@ _NUMBERS = (
     "repetition_penalty",
 )
 _BOOLEANS = ("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim")
+
+
+def _take_grammar(values: dict[str, Any]) -> Grammar | None:
+    """Removes the grammar from the values of a request; an empty one means none."""
+    given = {kind: values.pop(kind, "") for kind in KINDS}
+    kinds = [kind for kind in KINDS if given[kind] != ""]
+    if not kinds:
+        return None
+    if len(kinds) > 1:
+        raise InvalidRequest(f"give at most one of {', '.join(KINDS)}")
+    try:
+        return Grammar.make(kinds[0], given[kinds[0]])
+    except ValueError as error:
+        raise InvalidRequest(f"sampling_params.{error}") from None
 
 
 def _reject_strings(values: dict[str, Any]) -> None:

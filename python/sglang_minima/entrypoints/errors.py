@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 from starlette.responses import Response
 
+from sglang_minima.grammar.checker import GrammarBusy
 from sglang_minima.sampling_params import InvalidRequest
 from sglang_minima.tokenization.manager import QueueFull
 from sglang_minima.tokenization.state import EngineDead
@@ -99,7 +100,7 @@ def to_http_error(error: Exception) -> HttpError:
         return error
     if isinstance(error, InvalidRequest):
         return HttpError(400, str(error))
-    if isinstance(error, QueueFull | EngineDead):
+    if isinstance(error, QueueFull | EngineDead | GrammarBusy):
         return HttpError(503, str(error))
     if isinstance(error, TimeoutError):
         return HttpError(503, "the scheduler did not answer in time")

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from sglang_minima.channels import Addresses, AsyncReceiver, Sender
+from sglang_minima.grammar.checker import GrammarChecker
 from sglang_minima.messages import (
     AbortRequest,
     ControlReply,
@@ -89,6 +90,7 @@ class TokenizerManager:
         self._receiver: AsyncReceiver[ToFrontend] = AsyncReceiver(addresses.frontend, ToFrontend)
         self._running: dict[str, tuple[RequestState, Generation]] = {}
         self._controls: dict[str, asyncio.Future[ControlReply]] = {}
+        self._grammars = GrammarChecker(args.tokenizer_path or str(args.model_path))
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
         self._task = asyncio.get_running_loop().create_task(self._receive())
         self._task.add_done_callback(self._receiver_ended)
@@ -108,6 +110,7 @@ class TokenizerManager:
         Raises:
             InvalidRequest: a prompt cannot be served as it stands.
             QueueFull: too many requests wait.
+            GrammarBusy: its grammar cannot be compiled now.
             EngineDead: the server lost a process.
         """
         total = sum(prompt.sampling.n for prompt in prompts)
@@ -117,6 +120,8 @@ class TokenizerManager:
                 check_token_ids(
                     prompt.token_ids_logprob, self.limits.vocab_size, "token_ids_logprob"
                 )
+        grammars = [prompt.sampling.grammar for prompt in prompts]
+        await self._grammars.check(grammar for grammar in grammars if grammar is not None)
         prompt_ids = await self.in_thread(
             sum(len(prompt.prompt) for prompt in prompts),
             lambda: [self._token_ids(prompt.prompt) for prompt in prompts],
@@ -194,6 +199,7 @@ class TokenizerManager:
         self.fail("the server is shutting down")
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
+        await self._grammars.close()
         self._receiver.close()
         self._sender.close()
         self._threads.shutdown(wait=False, cancel_futures=True)

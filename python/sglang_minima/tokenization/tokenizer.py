@@ -76,6 +76,17 @@ class Tokenizer:
         return cls(inner, config)
 
     @property
+    def hugging_face(self) -> PreTrainedTokenizerFast:
+        """The tokenizer that this one wraps, for libraries that want that."""
+        return self._inner
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of special tokens: those that decoding leaves out."""
+        added = self._inner.added_tokens_decoder.items()
+        return frozenset(token for token, entry in added if entry.special)
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether `apply_chat_template` can work."""
         return self._inner.chat_template is not None

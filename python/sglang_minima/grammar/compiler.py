@@ -1,0 +1,78 @@
+"""The calls into xgrammar: everything that knows its interface, except for the matchers."""
+
+from __future__ import annotations
+
+import re
+
+import xgrammar
+
+from sglang_minima.grammar.spec import Grammar
+from sglang_minima.tokenization.tokenizer import Tokenizer
+
+_NOISE = re.compile(r"^(\[[\d:]+\] )?(\S+:\d+: )?(Check failed: \(.*?\) is false: )?")
+"""What xgrammar puts before its sentence: time, place in its sources, the failed condition."""
+_LONGEST_MESSAGE = 300
+
+
+class GrammarError(ValueError):
+    """The grammar cannot be used; one sentence for the client."""
+
+
+def vocabulary(tokenizer: Tokenizer, eos_ids: frozenset[int]) -> xgrammar.TokenizerInfo:
+    """The tokens of a model as xgrammar sees them.
+
+    Special tokens have no text here: otherwise the letters of "<|im_end|>" inside a string could
+    come from the token of that name, which decodes to nothing.
+    """
+    found = xgrammar.TokenizerInfo.from_huggingface(
+        tokenizer.hugging_face, vocab_size=tokenizer.vocab_size, stop_token_ids=sorted(eos_ids)
+    )
+    texts = list(found.decoded_vocab)
+    for token in tokenizer.special_ids:
+        if token < len(texts):
+            texts[token] = b""
+    return xgrammar.TokenizerInfo(
+        texts,
+        xgrammar.VocabType.RAW,
+        vocab_size=tokenizer.vocab_size,
+        stop_token_ids=sorted(eos_ids),
+        add_prefix_space=found.add_prefix_space,
+    )
+
+
+class GrammarCompiler:
+    """Compiles the grammars of one model, one at a time, on the calling thread."""
+
+    def __init__(self, info: xgrammar.TokenizerInfo) -> None:
+        self.info = info
+        self._inner = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+
+    def compile(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
+        """
+        Raises:
+            GrammarError: the grammar is invalid, or needs more memory than there is.
+        """
+        try:
+            return self._compile(grammar)
+        except MemoryError:
+            raise GrammarError(f"{grammar.kind} needs too much memory") from None
+        # xgrammar raises RuntimeError and subclasses of it, ValueError and TypeError.
+        except Exception as error:
+            raise GrammarError(f"{grammar.kind} is invalid: {_sentence(error)}") from None
+
+    def _compile(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
+        if grammar.kind == "json_schema":
+            return self._inner.compile_json_schema(grammar.text, strict_mode=grammar.strict)
+        if grammar.kind == "regex":
+            return self._inner.compile_regex(grammar.text)
+        if grammar.kind == "ebnf":
+            return self._inner.compile_grammar(grammar.text)
+        return self._inner.compile_structural_tag(grammar.text)
+
+
+def _sentence(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    if "bad_alloc" in text:
+        return "it needs too much memory"
+    text = _NOISE.sub("", text)
+    return text if len(text) <= _LONGEST_MESSAGE else text[:_LONGEST_MESSAGE] + "..."
