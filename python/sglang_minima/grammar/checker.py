@@ -1,4 +1,4 @@
-"""`GrammarChecker`: tells an HTTP process whether a grammar can be used, before a request queues."""
+"""`GrammarChecker`: tells an HTTP process whether a grammar can be used, before anything queues."""
 
 from __future__ import annotations
 
@@ -96,7 +96,8 @@ class GrammarChecker:
         assert process.stdin is not None
         self._next_id += 1
         order = Order(str(self._next_id), grammar)
-        verdict = self._verdicts[order.id] = asyncio.get_running_loop().create_future()
+        verdict: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        self._verdicts[order.id] = verdict
         process.stdin.write(msgspec.json.encode(order) + b"\n")
         return await verdict
 

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from typing import Any
 
+import msgspec
 import xgrammar
 
+from sglang_minima.grammar.json_strings import (
+    schemas_of_tag,
+    unsafe_pattern,
+    with_sound_strings,
+)
 from sglang_minima.grammar.spec import Grammar
 from sglang_minima.tokenization.tokenizer import Tokenizer
 
@@ -54,6 +62,8 @@ class GrammarCompiler:
         """
         try:
             return self._compile(grammar)
+        except GrammarError:
+            raise
         except MemoryError:
             raise GrammarError(f"{grammar.kind} needs too much memory") from None
         # xgrammar raises RuntimeError and subclasses of it, ValueError and TypeError.
@@ -61,13 +71,28 @@ class GrammarCompiler:
             raise GrammarError(f"{grammar.kind} is invalid: {_sentence(error)}") from None
 
     def _compile(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
-        if grammar.kind == "json_schema":
-            return self._inner.compile_json_schema(grammar.text, strict_mode=grammar.strict)
         if grammar.kind == "regex":
             return self._inner.compile_regex(grammar.text)
         if grammar.kind == "ebnf":
             return self._inner.compile_grammar(grammar.text)
-        return self._inner.compile_structural_tag(grammar.text)
+        if grammar.kind == "json_schema":
+            _check_patterns([msgspec.json.decode(grammar.text)])
+            parsed = xgrammar.Grammar.from_json_schema(grammar.text, strict_mode=grammar.strict)
+        else:
+            _check_patterns(schemas_of_tag(msgspec.json.decode(grammar.text)))
+            parsed = xgrammar.Grammar.from_structural_tag(grammar.text)
+        sound = with_sound_strings(str(parsed))
+        return self._inner.compile_grammar(parsed if sound is None else sound)
+
+
+def _check_patterns(schemas: Iterable[Any]) -> None:
+    for schema in schemas:
+        pattern = unsafe_pattern(schema)
+        if pattern is not None:
+            raise GrammarError(
+                f"the pattern {pattern!r} spells a quote, backslash or control character, which "
+                "is not supported in JSON strings"
+            )
 
 
 def _sentence(error: Exception) -> str:

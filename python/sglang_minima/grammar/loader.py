@@ -1,4 +1,4 @@
-"""`GrammarLoader`: compiles accepted grammars in the scheduler process, beside the running batch."""
+"""`GrammarLoader`: compiles accepted grammars in the scheduler process, beside its batches."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from xgrammar import CompiledGrammar
 
     from sglang_minima.grammar.compiler import GrammarCompiler
+    from sglang_minima.grammar.constraint import Constraint
 
 MAX_ENTRIES = 256
 MAX_BYTES = 256 << 20
@@ -47,12 +48,25 @@ class GrammarLoader:
         self._thread = ThreadPoolExecutor(1, "grammar", initializer=_give_way)
         self._compiler: GrammarCompiler | None = None
 
-    def get(self, grammar: Grammar) -> CompiledGrammar | None:
-        """The compiled grammar; None while the thread is at work on it.
+    def constraint(self, grammar: Grammar, stop_ids: frozenset[int]) -> Constraint | None:
+        """A new constraint at the start of a grammar; None while the thread compiles that.
+
+        Args:
+            grammar: what the sequence must match.
+            stop_ids: tokens at which the request ends. Special ones of them may also end the
+                grammar, as EOS may; ordinary ones are text, which only the grammar allows.
 
         Raises:
-            GrammarError: it cannot be compiled.
+            ValueError: it cannot be compiled.
         """
+        compiled = self._get(grammar)
+        if compiled is None:
+            return None
+        from sglang_minima.grammar.constraint import Constraint
+
+        return Constraint(compiled, self._eos_ids | (stop_ids & self._tokenizer.special_ids))
+
+    def _get(self, grammar: Grammar) -> CompiledGrammar | None:
         compiled = self._compiled.get(grammar)
         if compiled is not None:
             self._compiled.move_to_end(grammar)

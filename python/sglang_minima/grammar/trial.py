@@ -9,6 +9,7 @@ import torch
 import xgrammar
 
 from sglang_minima.grammar.constraint import Constraint
+from sglang_minima.runner.token_masks import mask_words
 
 TOKENS = 48
 SLOW_SECONDS = 0.1
@@ -20,7 +21,7 @@ def trial(
 ) -> str | None:
     """Draws tokens that the grammar allows; returns what is wrong with it, if anything is."""
     constraint = Constraint(compiled, eos)
-    mask = torch.zeros(-(-compiled.tokenizer_info.vocab_size // 32), dtype=torch.int32)
+    mask = torch.zeros(mask_words(compiled.tokenizer_info.vocab_size), dtype=torch.int32)
     for step in range(TOKENS):
         started = time.process_time()
         constraint.fill(mask, constraint.stop_ids)

@@ -10,12 +10,17 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from sglang_minima.messages import LogProb, LogProbs
+from sglang_minima.runner.token_masks import apply_masks, fill_masks
 from sglang_minima.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from sglang_minima.grammar.constraint import Constraint
 
 _MASK = (1 << 64) - 1
 
@@ -34,6 +39,8 @@ class SamplingRow:
     prompt_len: int
     stop_ids: frozenset[int]
     """Ids that may not be sampled before min_new_tokens."""
+    constraint: Constraint | None = None
+    """The grammar that the sequence follows."""
     greedy: bool = field(init=False)
     penalised: bool = field(init=False)
     adjusted: bool = field(init=False)
@@ -60,7 +67,11 @@ class SamplingRow:
     def banned(self) -> frozenset[int]:
         """Ids that may not be sampled now."""
         early = self.output_len < self.params.min_new_tokens
-        return self.stop_ids if early else frozenset()
+        if self.constraint is None:
+            return self.stop_ids if early else frozenset()
+        # Where a grammar is complete but could go on, ignore_eos asks to go on.
+        ends = self.constraint.stop_ids if self.params.ignore_eos else frozenset()
+        return ends | self.stop_ids if early else ends
 
 
 def uniform(seed: int, position: int) -> float:
@@ -104,12 +115,17 @@ def _argmax(logits: torch.Tensor) -> list[int]:
 
 
 def _adjust(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Penalties, biases and bans; copies the logits only when a row needs a change."""
-    changed = False
+    """Penalties, biases, bans and grammars; copies the logits only when a row needs a change."""
+    constrained = [i for i, row in enumerate(rows) if row.constraint is not None]
+    changed = bool(constrained)
+    if changed:
+        logits = logits.clone()
     for i, row in enumerate(rows):
         if not row.adjusted:
             continue
-        params, banned = row.params, row.banned
+        params = row.params
+        # A grammar bans them itself, unless nothing else is left.
+        banned = row.banned if row.constraint is None else frozenset()
         if not (row.penalised or params.logit_bias or banned):
             continue
         if not changed:
@@ -123,6 +139,10 @@ def _adjust(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
             logits[i, ids] += torch.tensor(values, dtype=logits.dtype, device=logits.device)
         if banned:
             logits[i, torch.tensor(sorted(banned), device=logits.device)] = -torch.inf
+    if constrained:
+        sources = [row.constraint for row in rows if row.constraint is not None]
+        words = fill_masks(sources, [rows[i].banned for i in constrained], logits.shape[-1])
+        apply_masks(logits, constrained, words)
     return logits
 
 

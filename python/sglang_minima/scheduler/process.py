@@ -18,6 +18,7 @@ from sglang_minima.cache.arena import KVArena
 from sglang_minima.cache.prefix_cache import PrefixCache
 from sglang_minima.cache.profile import build_profile
 from sglang_minima.channels import Addresses, Receiver, Sender
+from sglang_minima.grammar.loader import GrammarLoader
 from sglang_minima.messages import (
     AbortRequest,
     ControlReply,
@@ -27,6 +28,7 @@ from sglang_minima.messages import (
     TokenBatch,
     TokenOutput,
     ToScheduler,
+    Wake,
 )
 from sglang_minima.models.resolve import resolve_model_path
 from sglang_minima.runner.model_runner import ModelRunner
@@ -64,8 +66,9 @@ class SchedulerProcess:
         self._args = args
         self._model_dir = str(model_dir)
         eos = tokenizer.eos_token_ids | frozenset(self.runner.config.eos_token_ids)
+        grammars = GrammarLoader(tokenizer, eos, lambda: _wake(addresses.scheduler))
         self.scheduler = Scheduler(
-            args, self.runner, self.cache, tokenizer, eos, self._send_outputs
+            args, self.runner, self.cache, tokenizer, eos, self._send_outputs, grammars
         )
 
     def serve(self) -> None:
@@ -101,7 +104,7 @@ class SchedulerProcess:
                 self._reject(message, str(error))
         elif isinstance(message, AbortRequest):
             self.scheduler.abort(message.rid)
-        else:
+        elif isinstance(message, ControlRequest):
             self._frontend.send(self._control(message))
 
     def _reject(self, message: GenerateRequest, reason: str) -> None:
@@ -194,6 +197,14 @@ class SchedulerProcess:
                 for (operation, route, reason), count in ROUTES.snapshot().items()
             ],
         }
+
+
+def _wake(address: str) -> None:
+    """Ends the wait of an idle scheduler; called from another thread, which may not share its
+    sockets."""
+    sender = Sender(address)
+    sender.send(Wake())
+    sender.close(linger=1000)
 
 
 def run_scheduler(args: ServerArgs, addresses: Addresses, ready: Connection) -> None:

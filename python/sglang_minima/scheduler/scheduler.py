@@ -18,6 +18,7 @@ import torch
 
 from minima_radix import Namespace
 from sglang_minima.cache.prefix_cache import PrefixCache
+from sglang_minima.grammar.loader import GrammarLoader
 from sglang_minima.messages import FinishReason, GenerateRequest, TokenOutput
 from sglang_minima.runner.batch import DecodeRows, Work, build_batch
 from sglang_minima.runner.model_runner import ModelRunner
@@ -28,10 +29,11 @@ from sglang_minima.scheduler.outputs import (
     record_output_logprobs,
     take_output,
 )
+from sglang_minima.scheduler.parked import Parked
 from sglang_minima.scheduler.policy import next_victim, note_overtaking, order_waiting, twin_ahead
 from sglang_minima.scheduler.request import Request
 from sglang_minima.scheduler.statistics import Statistics
-from sglang_minima.scheduler.stopping import StopMatcher
+from sglang_minima.scheduler.stopping import StopMatcher, check_grammar
 from sglang_minima.server_args import ServerArgs
 from sglang_minima.tokenization.tokenizer import Tokenizer
 
@@ -61,6 +63,7 @@ class Scheduler:
         tokenizer: Tokenizer | None,
         eos_ids: frozenset[int],
         send: Callable[[list[TokenOutput]], None],
+        grammars: GrammarLoader | None = None,
     ) -> None:
         self._args = args
         self._runner = runner
@@ -70,6 +73,7 @@ class Scheduler:
         self._send = send
         self._requests: dict[str, Request] = {}
         self._waiting: dict[str, Request] = {}
+        self._parked = Parked(grammars)
         self._running: list[Request] = []
         """In order of admission."""
         self._limit = min(runner.context_length, cache.capacity_tokens)
@@ -86,8 +90,8 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """True while any request is running or waiting."""
-        return bool(self._requests)
+        """True while any request is running or waits for room."""
+        return bool(self._running or self._waiting)
 
     @property
     def running(self) -> int:
@@ -95,7 +99,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._parked)
 
     @property
     def running_tokens(self) -> int:
@@ -117,9 +121,23 @@ class Scheduler:
             base + message.seed_offset,
         )
         self._requests[request.rid] = request
+        if message.sampling.grammar is None:
+            self._queue(request)
+        else:
+            self._parked.add(request)
+        self.statistics.received += 1
+
+    def _queue(self, request: Request) -> None:
         self._waiting[request.rid] = request
         self._refused_room = None
-        self.statistics.received += 1
+
+    def _take_parked(self) -> None:
+        """Queues the requests whose grammar is there."""
+        for request, problem in self._parked.take():
+            if problem is None:
+                self._queue(request)
+            else:
+                self._fail(request, problem, 400)
 
     def abort(self, rid: str) -> None:
         """Ends a request at once, wherever it is; unknown ids have just finished."""
@@ -132,6 +150,7 @@ class Scheduler:
 
     def step(self) -> bool:
         """Runs one batch; False when there was nothing to run."""
+        self._take_parked()
         scheduled = self._schedule()
         # Reserving for one may have preempted another that was chosen before it.
         works = [pair for pair in scheduled.works if pair[0].table is not None]
@@ -368,6 +387,8 @@ class Scheduler:
                     request.prefilled = True
                     request.first_token_time = request.first_token_time or now
                 reason = request.stop.check(request.tokens, request.prompt_len)
+                if reason is None and request.row.constraint is not None:
+                    reason = check_grammar(request.row.constraint, token)
                 if reason is None and len(request.tokens) >= self._limit:
                     reason = FinishReason("length", request.output_len)
                 if reason is not None:
@@ -379,8 +400,8 @@ class Scheduler:
         if finished:
             self._send(finished)
 
-    def _fail(self, request: Request, message: str) -> None:
-        self._finish(request, FinishReason("abort", message=message, status_code=507))
+    def _fail(self, request: Request, message: str, status: int = 507) -> None:
+        self._finish(request, FinishReason("abort", message=message, status_code=status))
         self._send([take_output(request, request.finish)])
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
@@ -390,6 +411,7 @@ class Scheduler:
             self._running.remove(request)
             self._cache.release(request)
         self._waiting.pop(request.rid, None)
+        self._parked.remove(request)
         self._refused_room = None
         del self._requests[request.rid]
         self.statistics.finished(request)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from typing import TYPE_CHECKING
 
 import regex
 
@@ -10,6 +11,9 @@ from sglang_minima.messages import FinishReason
 from sglang_minima.sampling_params import SamplingParams
 from sglang_minima.tokenization.incremental import IncrementalDecoder
 from sglang_minima.tokenization.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from sglang_minima.grammar.constraint import Constraint
 
 _REGEX_WINDOW = 4096
 """Characters of output a stop pattern is searched in (the latest)."""
@@ -102,3 +106,14 @@ class StopMatcher:
             if found is not None:
                 return FinishReason("stop", found)
         return None
+
+
+def check_grammar(constraint: Constraint, token: int) -> FinishReason | None:
+    """Moves the grammar on by the token sampled last; the reason when the sequence ends with it.
+
+    A complete grammar ends a sequence also where EOS is ignored: nothing may follow.
+    """
+    if token in constraint.stop_ids:
+        return FinishReason("stop", token)
+    problem = constraint.accept(token)
+    return None if problem is None else FinishReason("abort", message=problem, status_code=400)

@@ -90,7 +90,7 @@ class TokenizerManager:
         self._receiver: AsyncReceiver[ToFrontend] = AsyncReceiver(addresses.frontend, ToFrontend)
         self._running: dict[str, tuple[RequestState, Generation]] = {}
         self._controls: dict[str, asyncio.Future[ControlReply]] = {}
-        self._grammars = GrammarChecker(args.tokenizer_path or str(args.model_path))
+        self._grammars = GrammarChecker(tokenizer.hugging_face.name_or_path)
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
         self._task = asyncio.get_running_loop().create_task(self._receive())
         self._task.add_done_callback(self._receiver_ended)

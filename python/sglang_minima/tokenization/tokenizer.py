@@ -36,6 +36,8 @@ class Tokenizer:
 
     eos_token_ids: frozenset[int]
     """Tokens that end a generation: of the model's configs and of the tokenizer."""
+    special_ids: frozenset[int]
+    """Special tokens: those that decoding leaves out."""
     bos_token_id: int | None
     vocab_size: int
     """Of the model's logits; the tokenizer may know fewer ids, which then decode to nothing."""
@@ -49,6 +51,8 @@ class Tokenizer:
             config.bos_token_id if inner.bos_token_id is None else inner.bos_token_id
         )
         own = () if inner.eos_token_id is None else (inner.eos_token_id,)
+        added = inner.added_tokens_decoder.items()
+        self.special_ids = frozenset(token for token, entry in added if entry.special)
         self.eos_token_ids = config.eos_token_ids | frozenset(own)
 
     @classmethod
@@ -79,12 +83,6 @@ class Tokenizer:
     def hugging_face(self) -> PreTrainedTokenizerFast:
         """The tokenizer that this one wraps, for libraries that want that."""
         return self._inner
-
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """Ids of special tokens: those that decoding leaves out."""
-        added = self._inner.added_tokens_decoder.items()
-        return frozenset(token for token, entry in added if entry.special)
 
     @property
     def has_chat_template(self) -> bool:

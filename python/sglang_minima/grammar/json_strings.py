@@ -1,0 +1,63 @@
+"""What xgrammar (0.2.9) gets wrong about strings of JSON schemas, put right.
+
+A string with a length bound may hold raw control characters there, which JSON forbids, and no
+escapes, which JSON needs (its issue 800). A `pattern` that spells a quote, a backslash or a
+control character puts that into the text as it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+_BOUNDED = re.compile(r'^(\w+_characters) ::= \(\(\[\^\\"\\\\\\r\\n\]\)\)$', re.MULTILINE)
+"""The rule of one character of such a string, in a printed grammar."""
+_CHARACTER = r'(([^\"\\\0-\x1f]) | ("\\" [\"\\/bfnrt]))'
+
+_CLASS = re.compile(r"\[\^?(?:\\.|[^\]\\]){2,}\]|\[\^(?:\\.|[^\]\\])\]", re.DOTALL)
+"""Character classes that are more than one character: of these, xgrammar leaves out what a string
+may not hold."""
+_UNSAFE = re.compile(r'"|\\[\\nrtfvbxuc0]|[\x00-\x1f]')
+_DATA = frozenset({"const", "enum", "default", "examples"})
+"""Keys whose values are no schemas."""
+
+
+def with_sound_strings(ebnf: str) -> str | None:
+    """The printed grammar with bounded strings put right; None when it has none."""
+    fixed, count = _BOUNDED.subn(lambda match: f"{match[1]} ::= {_CHARACTER}", ebnf)
+    return fixed if count else None
+
+
+def unsafe_pattern(schema: Any) -> str | None:
+    """A `pattern` in a schema whose strings could break out of their quotes; None if there is
+    none."""
+    for pattern in _patterns(schema):
+        if _UNSAFE.search(_CLASS.sub("", pattern)):
+            return pattern
+    return None
+
+
+def schemas_of_tag(value: Any) -> Iterator[Any]:
+    """The JSON schemas in a structural tag."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if key == "json_schema":
+                yield item
+            else:
+                yield from schemas_of_tag(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from schemas_of_tag(item)
+
+
+def _patterns(schema: Any) -> Iterator[str]:
+    if isinstance(schema, dict):
+        for key, item in schema.items():
+            if key == "pattern" and isinstance(item, str):
+                yield item
+            elif key not in _DATA:
+                yield from _patterns(item)
+    elif isinstance(schema, list):
+        for item in schema:
+            yield from _patterns(item)
