@@ -10,6 +10,8 @@ from sglang_minima.messages import FinishReason, LogProbs, TokenOutput
 from sglang_minima.runner.sampling import log_probs_of
 from sglang_minima.scheduler.request import Request
 
+_LOGIT_ROWS = 256
+"""Prompt rows whose logits exist at once when prompt log-probabilities are asked for."""
 _PROMPT_TAIL = 6
 """Prompt ids that incremental decoding needs to see how the first new text joins on."""
 
@@ -39,6 +41,26 @@ def record_output_logprobs(
             message.token_ids_logprob,
         )
         request.unsent_logprobs = _join(request.unsent_logprobs, fresh)
+
+
+def record_prompt_rows(
+    request: Request,
+    logits_of: Callable[[torch.Tensor], torch.Tensor],
+    start: int,
+    hidden: torch.Tensor,
+) -> None:
+    """Stores the log-probabilities of prompt tokens, in pieces of bounded size.
+
+    Args:
+        request: its prompt is in prefill.
+        logits_of: hidden states [n, hidden] to float32 [n, vocab].
+        start: prompt position of the first row.
+        hidden: [rows, hidden]; row i predicts token start + i + 1.
+    """
+    first = max(request.message.logprob_start_len - 1 - start, 0)
+    for offset in range(first, len(hidden), _LOGIT_ROWS):
+        logits = logits_of(hidden[offset : offset + _LOGIT_ROWS])
+        record_input_logprobs(request, start + offset, logits)
 
 
 def record_input_logprobs(request: Request, start: int, logits: torch.Tensor) -> None:

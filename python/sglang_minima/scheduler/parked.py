@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from sglang_minima.grammar.loader import GrammarLoader
+from sglang_minima.grammar.spec import Grammar
 from sglang_minima.scheduler.request import Request
+
+if TYPE_CHECKING:
+    from sglang_minima.grammar.constraint import Constraint
 
 
 class Parked:
@@ -30,22 +35,30 @@ class Parked:
         """Forgets a request, if it is here."""
         self._requests.pop(request.rid, None)
 
-    def take(self) -> Iterator[tuple[Request, str | None]]:
-        """Requests that can run now, at the start of their grammar; with a sentence that says why
-        they cannot run at all, if so."""
-        for request in list(self._requests.values()):
-            problem = self._begin(request)
-            if problem is not None or request.row.constraint is not None:
-                self.remove(request)
-                yield request, problem
+    def take(
+        self, run: Callable[[Request], None], refuse: Callable[[Request, str, int], None]
+    ) -> None:
+        """Gives away the requests whose grammar is there.
 
-    def _begin(self, request: Request) -> str | None:
-        grammar = request.message.sampling.grammar
-        assert grammar is not None
+        Args:
+            run: gets those that can start.
+            refuse: gets those that cannot run at all, a sentence that says why, and the status.
+        """
+        for request in list(self._requests.values()):
+            grammar = request.message.sampling.grammar
+            assert grammar is not None
+            try:
+                constraint = self._constraint(grammar, request.stop.stop_ids)
+            except ValueError as error:
+                self.remove(request)
+                refuse(request, str(error), 400)
+                continue
+            if constraint is not None:
+                self.remove(request)
+                request.follow(constraint)
+                run(request)
+
+    def _constraint(self, grammar: Grammar, stop_ids: frozenset[int]) -> Constraint | None:
         if self._grammars is None:
-            return "this engine follows no grammars"
-        try:
-            request.row.constraint = self._grammars.constraint(grammar, request.stop.stop_ids)
-        except ValueError as error:
-            return str(error)
-        return None
+            raise ValueError("this engine follows no grammars")
+        return self._grammars.constraint(grammar, stop_ids)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import time
 from array import array
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from minima_radix import Namespace, RequestTable
 from sglang_minima.messages import FinishReason, GenerateRequest, LogProbs, TokenOutput
 from sglang_minima.runner.sampling import SamplingRow
 from sglang_minima.scheduler.stopping import StopMatcher
+
+if TYPE_CHECKING:
+    from sglang_minima.grammar.constraint import Constraint
 
 
 @dataclass(eq=False)
@@ -74,6 +78,10 @@ class Request:
             self.prompt_len,
             self.stop.stop_ids,
         )
+
+    def follow(self, constraint: Constraint) -> None:
+        """Puts the sequence under a grammar, before its first token."""
+        self.row.constraint = self.stop.constraint = constraint
 
     @property
     def rid(self) -> str:

@@ -25,22 +25,19 @@ from sglang_minima.runner.model_runner import ModelRunner
 from sglang_minima.runner.sampling import sample
 from sglang_minima.runner.segments import Cohorts
 from sglang_minima.scheduler.outputs import (
-    record_input_logprobs,
     record_output_logprobs,
+    record_prompt_rows,
     take_output,
 )
 from sglang_minima.scheduler.parked import Parked
 from sglang_minima.scheduler.policy import next_victim, note_overtaking, order_waiting, twin_ahead
 from sglang_minima.scheduler.request import Request
 from sglang_minima.scheduler.statistics import Statistics
-from sglang_minima.scheduler.stopping import StopMatcher, check_grammar
+from sglang_minima.scheduler.stopping import StopMatcher
 from sglang_minima.server_args import ServerArgs
 from sglang_minima.tokenization.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-_LOGIT_ROWS = 256
-"""Prompt rows whose logits exist at once when prompt log-probabilities are asked for."""
 
 
 class Scheduled(NamedTuple):
@@ -131,14 +128,6 @@ class Scheduler:
         self._waiting[request.rid] = request
         self._refused_room = None
 
-    def _take_parked(self) -> None:
-        """Queues the requests whose grammar is there."""
-        for request, problem in self._parked.take():
-            if problem is None:
-                self._queue(request)
-            else:
-                self._fail(request, problem, 400)
-
     def abort(self, rid: str) -> None:
         """Ends a request at once, wherever it is; unknown ids have just finished."""
         request = self._requests.get(rid)
@@ -150,7 +139,7 @@ class Scheduler:
 
     def step(self) -> bool:
         """Runs one batch; False when there was nothing to run."""
-        self._take_parked()
+        self._parked.take(self._queue, self._fail)
         scheduled = self._schedule()
         # Reserving for one may have preempted another that was chosen before it.
         works = [pair for pair in scheduled.works if pair[0].table is not None]
@@ -311,8 +300,7 @@ class Scheduler:
         self._cache.release(request)
         request.preemptions += 1
         request.prefilled = False
-        self._waiting[request.rid] = request
-        self._refused_room = None
+        self._queue(request)
         self.statistics.preemptions += 1
 
     def _run(self, works: list[tuple[Request, Work]], decodes: list[Request]) -> None:
@@ -339,7 +327,9 @@ class Scheduler:
         for request, work in works:
             count = len(work.token_ids)
             if not request.prefilled and request.wants_input_logprobs:
-                self._input_logprobs(request, work.start, hidden[row : row + count])
+                record_prompt_rows(
+                    request, self._runner.logits, work.start, hidden[row : row + count]
+                )
             row += count
             cache.commit(request, count)
             if request.pending == 0:
@@ -347,7 +337,9 @@ class Scheduler:
                 sampling.append(request)
         for request in decodes:
             if not request.prefilled and request.wants_input_logprobs:
-                self._input_logprobs(request, request.written, hidden[row : row + 1])
+                record_prompt_rows(
+                    request, self._runner.logits, request.written, hidden[row : row + 1]
+                )
             if request.written + 1 == len(request.tokens):
                 last_rows.append(row)
                 sampling.append(request)
@@ -358,12 +350,6 @@ class Scheduler:
         if len(last_rows) < row:
             hidden = hidden.index_select(0, torch.tensor(last_rows, device=hidden.device))
         self._sample(sampling, self._runner.logits(hidden))
-
-    def _input_logprobs(self, request: Request, start: int, rows: torch.Tensor) -> None:
-        first = max(request.message.logprob_start_len - 1 - start, 0)
-        for offset in range(first, len(rows), _LOGIT_ROWS):
-            logits = self._runner.logits(rows[offset : offset + _LOGIT_ROWS])
-            record_input_logprobs(request, start + offset, logits)
 
     def _sample(self, requests: list[Request], logits: torch.Tensor) -> None:
         now = time.time()
@@ -387,8 +373,6 @@ class Scheduler:
                     request.prefilled = True
                     request.first_token_time = request.first_token_time or now
                 reason = request.stop.check(request.tokens, request.prompt_len)
-                if reason is None and request.row.constraint is not None:
-                    reason = check_grammar(request.row.constraint, token)
                 if reason is None and len(request.tokens) >= self._limit:
                     reason = FinishReason("length", request.output_len)
                 if reason is not None:

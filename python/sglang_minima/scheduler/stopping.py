@@ -39,6 +39,8 @@ class StopMatcher:
         """Leading characters of `_text` that were written before min_new_tokens."""
         self._longest = max((len(text) for text in sampling.stop), default=0)
         self._reads_text = tokenizer is not None and bool(sampling.stop or self._patterns)
+        self.constraint: Constraint | None = None
+        """The grammar that the sequence follows."""
         self._min_new_tokens = sampling.min_new_tokens
         self._max_new_tokens = sampling.max_new_tokens
 
@@ -63,9 +65,21 @@ class StopMatcher:
             matched = self._match_text(tokens, prompt_len, settled)
             if matched is not None:
                 return matched
+        if self.constraint is not None:
+            ended = self._follow(self.constraint, token)
+            if ended is not None:
+                return ended
         if produced >= self._max_new_tokens:
             return FinishReason("length", self._max_new_tokens)
         return None
+
+    def _follow(self, constraint: Constraint, token: int) -> FinishReason | None:
+        """Moves the grammar on. Where it is complete the sequence ends also if EOS is ignored:
+        nothing may follow."""
+        if token in constraint.stop_ids:
+            return FinishReason("stop", token)
+        problem = constraint.accept(token)
+        return None if problem is None else FinishReason("abort", message=problem, status_code=400)
 
     def _match_text(
         self, tokens: array[int], prompt_len: int, settled: bool
@@ -106,14 +120,3 @@ class StopMatcher:
             if found is not None:
                 return FinishReason("stop", found)
         return None
-
-
-def check_grammar(constraint: Constraint, token: int) -> FinishReason | None:
-    """Moves the grammar on by the token sampled last; the reason when the sequence ends with it.
-
-    A complete grammar ends a sequence also where EOS is ignored: nothing may follow.
-    """
-    if token in constraint.stop_ids:
-        return FinishReason("stop", token)
-    problem = constraint.accept(token)
-    return None if problem is None else FinishReason("abort", message=problem, status_code=400)
