@@ -306,7 +306,7 @@ class Scheduler:
     def _run(self, works: list[tuple[Request, Work]], decodes: list[Request]) -> None:
         if not works and not decodes:
             return
-        cache = self._cache
+        cache, logits = self._cache, self._runner.logits
         rows = DecodeRows(
             [request.held_table for request in decodes],
             [request.tokens[request.written] for request in decodes],
@@ -327,9 +327,7 @@ class Scheduler:
         for request, work in works:
             count = len(work.token_ids)
             if not request.prefilled and request.wants_input_logprobs:
-                record_prompt_rows(
-                    request, self._runner.logits, work.start, hidden[row : row + count]
-                )
+                record_prompt_rows(request, logits, work.start, hidden[row : row + count])
             row += count
             cache.commit(request, count)
             if request.pending == 0:
@@ -337,9 +335,7 @@ class Scheduler:
                 sampling.append(request)
         for request in decodes:
             if not request.prefilled and request.wants_input_logprobs:
-                record_prompt_rows(
-                    request, self._runner.logits, request.written, hidden[row : row + 1]
-                )
+                record_prompt_rows(request, logits, request.written, hidden[row : row + 1])
             if request.written + 1 == len(request.tokens):
                 last_rows.append(row)
                 sampling.append(request)
@@ -349,7 +345,7 @@ class Scheduler:
             return
         if len(last_rows) < row:
             hidden = hidden.index_select(0, torch.tensor(last_rows, device=hidden.device))
-        self._sample(sampling, self._runner.logits(hidden))
+        self._sample(sampling, logits(hidden))
 
     def _sample(self, requests: list[Request], logits: torch.Tensor) -> None:
         now = time.time()
