@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from sglang_minima.models.causal_lm import CausalLM
 
-CHOICES: tuple[Quantization, ...] = ("none", "fp16", "int8", "int4")
+CHOICES: tuple[Quantization, ...] = ("none", "fp16", "gguf", "int4", "int8")
 ROWS = (1, 4, 16, 64, 512)
 WINDOW = 256
 REPEATS = 7

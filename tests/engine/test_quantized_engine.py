@@ -31,13 +31,20 @@ def test_engine_serves_each_choice(tiny_dir: Path, choice: str) -> None:
 
 def test_auto_is_the_fastest(tiny_dir: Path) -> None:
     runner = ModelRunner(make_args(quantization="auto"), str(tiny_dir))
-    assert runner.quantization == fastest(CPU, torch.float32)
+    assert runner.quantization == fastest(CPU, torch.float32, tiny_dir)
 
 
 @pytest.mark.parametrize("choice", ["fp16", "int8", "int4"])
-def test_gpu_has_no_quantised_weights(choice: str) -> None:
+def test_gpu_has_no_quantised_weights(tiny_dir: Path, choice: str) -> None:
     with pytest.raises(ArgumentError, match=f"--quantization {choice}: .* for the CPU only"):
-        resolve_quantization(make_args(quantization=choice), torch.device("cuda"), torch.bfloat16)
+        resolve_quantization(
+            make_args(quantization=choice), torch.device("cuda"), torch.bfloat16, tiny_dir
+        )
+
+
+def test_gguf_weights_need_a_gguf_model(tiny_dir: Path) -> None:
+    with pytest.raises(ArgumentError, match="the model is no GGUF file"):
+        resolve_quantization(make_args(quantization="gguf"), CPU, torch.float32, tiny_dir)
 
 
 def test_the_flag() -> None:

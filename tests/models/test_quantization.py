@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -13,29 +14,40 @@ from gguf import GGMLQuantizationType as Kind
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models_support import DenseAttention, run_batch, save_reference
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from minima_kernels.cpu.library import native_library
+from minima_kernels.cpu.linear import BLOCK, BlockKind, BlockMatrix, pack
+from sglang_minima.models import quantization
 from sglang_minima.models.errors import UnsupportedModel
-from sglang_minima.models.gguf_blocks import GROUP, gguf_blocks, save_blocks
+from sglang_minima.models.gguf_blocks import BlockArrays, gguf_blocks, module_blocks, save_blocks
 from sglang_minima.models.layers import Linear
 from sglang_minima.models.loader import load_model
 from sglang_minima.models.quantization import (
-    INT4_ROWS,
-    INT8_ROWS,
+    BlockLinear,
     Float16Linear,
-    Int4Linear,
-    Int8Linear,
     Quantization,
     QuantizedLinear,
     fastest,
     supported,
 )
-from sglang_minima.models.weight_blocks import Blocks, group_blocks, load_blocks
+from sglang_minima.models.weight_blocks import (
+    Panels,
+    has_blocks,
+    load_panels,
+    round_to_q4,
+    round_to_q8,
+)
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 FP16 = supported("fp16", CPU, torch.float32)
 needs_fp16 = pytest.mark.skipif(not FP16.ok, reason=FP16.reason)
-CHOICES = [pytest.param("fp16", marks=needs_fp16), "int8", "int4"]
+needs_native = pytest.mark.skipif(native_library() is None, reason="no native kernels")
+CHOICES: list[Any] = [
+    pytest.param("fp16", marks=needs_fp16),
+    pytest.param("int8", marks=needs_native),
+    pytest.param("int4", marks=needs_native),
+]
 
 
 def make_linear(outputs: int = 64, inputs: int = 96, bias: bool = False) -> Linear:
@@ -50,13 +62,28 @@ def make_linear(outputs: int = 64, inputs: int = 96, bias: bool = False) -> Line
 def quantized(choice: str, source: Linear) -> QuantizedLinear:
     if choice == "fp16":
         return Float16Linear(source)
-    return Int8Linear(source) if choice == "int8" else Int4Linear(source, "layer", None)
+    rounded = round_to_q8 if choice == "int8" else round_to_q4
+    return BlockLinear(source, rounded(source.weight))
+
+
+def values(panels: Panels, outputs: int, inputs: int) -> torch.Tensor:
+    """float32 [outputs, inputs]"""
+    return BlockMatrix(panels.kind, outputs, inputs, panels.data).rows(torch.arange(outputs))
+
+
+def arrays_of(value: float, outputs: int, inputs: int, kind: BlockKind) -> BlockArrays:
+    """Blocks of a matrix full of one small integer."""
+    codes = np.full((outputs, inputs), value)
+    halves = np.ones((outputs, inputs // BLOCK), np.float16)
+    if kind == BlockKind.Q8:
+        return BlockArrays(codes.astype(np.int8), halves, None)
+    return BlockArrays(codes.astype(np.uint8), halves, 0 * halves)
 
 
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, INT8_ROWS, INT8_ROWS + 1, INT4_ROWS, INT4_ROWS + 1, 100])
+@pytest.mark.parametrize("rows", [1, 5, 100])
 def test_products_are_those_of_the_dequantised_matrix(
     choice: str, bias: bool, dtype: torch.dtype, rows: int
 ) -> None:
@@ -67,13 +94,16 @@ def test_products_are_those_of_the_dequantised_matrix(
     expected = F.linear(x.float(), layer.dequantized(), source.bias)
     assert got.dtype == dtype
     error = (got.float() - expected).norm() / expected.norm()
-    exact = choice == "fp16" and dtype == torch.float32
-    assert error < (1e-3 if exact else 6e-3)
+    assert error < (1e-3 if dtype == torch.float32 else 6e-3)
 
 
 @pytest.mark.parametrize(
     ("choice", "limit"),
-    [pytest.param("fp16", 3e-4, marks=needs_fp16), ("int8", 0.01), ("int4", 0.1)],
+    [
+        pytest.param("fp16", 3e-4, marks=needs_fp16),
+        pytest.param("int8", 0.006, marks=needs_native),
+        pytest.param("int4", 0.1, marks=needs_native),
+    ],
 )
 def test_dequantised_matrix_is_close_to_the_source(choice: str, limit: float) -> None:
     source = make_linear()
@@ -81,54 +111,85 @@ def test_dequantised_matrix_is_close_to_the_source(choice: str, limit: float) ->
     assert error.norm() / source.weight.norm() < limit
 
 
-def test_a_row_of_zeros_stays_zero() -> None:
+@needs_native
+@pytest.mark.parametrize("choice", ["int8", "int4"])
+def test_a_row_of_zeros_stays_zero(choice: str) -> None:
     source = make_linear()
     source.weight[3] = 0
-    for layer in (Int8Linear(source), Int4Linear(source, "layer", None)):
-        assert torch.equal(layer(torch.randn(2, 96))[:, 3], torch.zeros(2))
+    assert torch.equal(quantized(choice, source)(torch.randn(2, 96))[:, 3], torch.zeros(2))
 
 
-@pytest.mark.parametrize("make", [Int8Linear, pytest.param(Float16Linear, marks=needs_fp16)])
-def test_rows_are_those_of_the_matrix(make: type[Int8Linear] | type[Float16Linear]) -> None:
+@pytest.mark.parametrize("choice", CHOICES)
+def test_rows_are_those_of_the_matrix(choice: str) -> None:
     source = make_linear()
-    layer = Float16Linear(source, keep_rows=True) if make is Float16Linear else make(source)
+    layer = quantized(choice, source) if choice != "fp16" else Float16Linear(source, keep_rows=True)
+    assert isinstance(layer, BlockLinear | Float16Linear)
     index = torch.tensor([5, 0, 63, 5])
     assert torch.allclose(layer.rows(index, torch.float32), layer.dequantized()[index])
 
 
-@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1])
+@needs_native
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q8_0])
 @given(seed=st.integers(0, 2**31), scale=st.sampled_from([1e-3, 1.0, 30.0]))
 @settings(max_examples=20, deadline=None)
 def test_gguf_blocks_map_exactly(kind: Kind, seed: int, scale: float) -> None:
-    values = np.random.default_rng(seed).standard_normal((8, 128)).astype(np.float32) * scale
-    raw = gguf.quants.quantize(values, kind)
+    floats = np.random.default_rng(seed).standard_normal((8, 128)).astype(np.float32) * scale
+    raw = gguf.quants.quantize(floats, kind)
     arrays = gguf_blocks(kind.name, raw)
     assert arrays is not None
-    blocks = Blocks(*(torch.from_numpy(arrays[part]) for part in Blocks._fields))
     expected = gguf.quants.dequantize(raw, kind)
+    got = values(Panels(BlockKind[arrays.kind], torch.from_numpy(pack(*arrays))), 8, 128)
     # The same products and sums of the same float16 numbers, in float32.
-    np.testing.assert_allclose(blocks.values().numpy(), expected, rtol=1e-6, atol=1e-6 * scale)
+    np.testing.assert_allclose(got.numpy(), expected, rtol=1e-6, atol=1e-6 * scale)
 
 
 def test_other_encodings_have_no_blocks() -> None:
-    raw = gguf.quants.quantize(np.ones((2, 64), np.float32), Kind.Q8_0)
-    assert gguf_blocks("Q8_0", raw) is None
+    raw = gguf.quants.quantize(np.ones((2, 64), np.float32), Kind.Q5_1)
+    assert gguf_blocks("Q5_1", raw) is None
+
+
+def test_blocks_are_those_of_modules() -> None:
+    """Fused modules have the blocks of their parts, in order, if all have the same kind."""
+    q4, q8 = BlockKind.Q4, BlockKind.Q8
+    blocks = {
+        "a.v_proj.weight": arrays_of(3, 2, 32, q8),
+        "a.q_proj.weight": arrays_of(1, 4, 32, q8),
+        "a.k_proj.weight": arrays_of(2, 2, 32, q8),
+        "a.gate_proj.weight": arrays_of(1, 2, 32, q4),
+        "a.up_proj.weight": arrays_of(1, 2, 32, q8),
+        "b.q_proj.weight": arrays_of(1, 2, 32, q8),
+        "b.up_proj.weight": arrays_of(1, 2, 32, q8),
+        "lm_head.weight": arrays_of(5, 2, 64, q4),
+    }
+    found = dict(module_blocks(blocks))
+    assert set(found) == {"a.qkv_proj", "lm_head"}
+    assert found["a.qkv_proj"].codes[:, 0].tolist() == [1, 1, 1, 1, 2, 2, 3, 3]
+    assert found["a.qkv_proj"].minima is None
+    assert found["lm_head"].minima is not None
 
 
 def test_blocks_survive_their_file(tmp_path: Path) -> None:
-    blocks = group_blocks(torch.randn(4, 2 * GROUP))
-    arrays = {part: getattr(blocks, part).numpy() for part in Blocks._fields}
-    save_blocks(tmp_path, {"a.weight": arrays})
-    loaded = load_blocks(tmp_path)
-    assert list(loaded) == ["a.weight"]
-    for kept, original in zip(loaded["a.weight"], blocks, strict=True):
-        assert torch.equal(kept, original)
-    assert load_blocks(tmp_path / "elsewhere") == {}
+    assert not has_blocks(tmp_path)
+    assert load_panels(tmp_path) == {}
+    save_blocks(tmp_path, {})
+    assert not has_blocks(tmp_path)
+    kept = {
+        "a.down_proj": arrays_of(3, 20, 96, BlockKind.Q4),
+        "lm_head": arrays_of(-7, 17, 32, BlockKind.Q8),
+    }
+    save_blocks(tmp_path, {f"{name}.weight": arrays for name, arrays in kept.items()})
+    loaded = load_panels(tmp_path)
+    assert has_blocks(tmp_path)
+    assert set(loaded) == set(kept)
+    for name, arrays in kept.items():
+        assert loaded[name].kind.name == arrays.kind
+        assert torch.equal(loaded[name].data, torch.from_numpy(pack(*arrays)).view(-1))
 
 
+@needs_native
 @given(
     groups=st.lists(
-        st.lists(st.floats(-100, 100, width=16), min_size=GROUP, max_size=GROUP),
+        st.lists(st.floats(-100, 100, width=16), min_size=BLOCK, max_size=BLOCK),
         min_size=1,
         max_size=3,
     )
@@ -136,8 +197,8 @@ def test_blocks_survive_their_file(tmp_path: Path) -> None:
 @settings(max_examples=50, deadline=None)
 def test_grouped_rounding_errs_by_half_a_level(groups: list[list[float]]) -> None:
     weight = torch.tensor(groups).view(1, -1)
-    error = (group_blocks(weight).values() - weight).abs().view(-1, GROUP)
-    parts = weight.view(-1, GROUP)
+    error = (values(round_to_q4(weight), *weight.shape) - weight).abs().view(-1, BLOCK)
+    parts = weight.view(-1, BLOCK)
     level = (parts.amax(1) - parts.amin(1)) / 15
     # 15 steps of a scale rounded to float16, and a rounded minimum.
     slack = 1e-2 * level + 1e-3 * parts.abs().amax(1) + 1e-5
@@ -179,35 +240,83 @@ def test_model_is_close_to_the_float_one(
     assert 0 < error < limit + (0.02 if dtype == torch.bfloat16 else 0)
 
 
-def test_blocks_of_the_checkpoint_are_used(checkpoint: Path, tmp_path: Path) -> None:
-    """Fused matrices take the blocks of their parts, in the order of the parts."""
+@needs_native
+@pytest.mark.parametrize("choice", ["int4", "gguf"])
+def test_blocks_of_the_checkpoint_are_used(
+    checkpoint: Path, tmp_path: Path, choice: Quantization
+) -> None:
+    """Fused matrices take the blocks of their parts; what has no blocks is rounded."""
     for file in checkpoint.iterdir():
         (tmp_path / file.name).symlink_to(file)
     names = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv"]
     rows = [64, 32, 32]
-    blocks = {}
-    for index, (name, count) in enumerate(zip(names, rows, strict=True)):
-        made = group_blocks(torch.full((count, 64), float(index + 1)))
-        blocks[name] = {part: getattr(made, part).numpy() for part in Blocks._fields}
+    blocks = {
+        name: arrays_of(index + 1, count, 64, BlockKind.Q4)
+        for index, (name, count) in enumerate(zip(names, rows, strict=True))
+    }
     save_blocks(tmp_path, blocks)
-    model, _ = load_model(tmp_path, torch.float32, quantization="int4")
+    model, _ = load_model(tmp_path, torch.float32, quantization=choice)
     layer = model.get_submodule("model.layers.0.self_attn.qkv_proj")
-    assert isinstance(layer, Int4Linear)
+    assert isinstance(layer, BlockLinear)
     expected = torch.repeat_interleave(torch.tensor([1.0, 2.0, 3.0]), torch.tensor(rows))
     assert torch.equal(layer.dequantized(), expected[:, None].expand(128, 64))
+    other = model.get_submodule("model.layers.1.self_attn.qkv_proj")
+    if choice == "int4":
+        assert isinstance(other, BlockLinear)
+    else:
+        assert isinstance(other, Float16Linear if FP16.ok else Linear)
 
 
-def test_shapes_that_int4_cannot_hold_are_named(tmp_path: Path) -> None:
+@needs_native
+def test_biases_are_loaded_beside_blocks(tmp_path: Path) -> None:
+    torch.manual_seed(4)
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96}
+    config = Qwen2Config(**sizes, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2)
+    reference = Qwen2ForCausalLM(config)
+    for part in "qkv":
+        torch.nn.init.normal_(
+            reference.model.layers[0].self_attn.get_submodule(f"{part}_proj").bias
+        )
+    reference.save_pretrained(tmp_path)
+    names = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv"]
+    rows = (64, 32, 32)
+    save_blocks(
+        tmp_path,
+        {n: arrays_of(0, count, 64, BlockKind.Q8) for n, count in zip(names, rows, strict=True)},
+    )
+    model, _ = load_model(tmp_path, torch.float32, quantization="gguf")
+    layer = model.get_submodule("model.layers.0.self_attn.qkv_proj")
+    assert isinstance(layer, BlockLinear)
+    attention = reference.model.layers[0].self_attn
+    biases = [attention.get_submodule(f"{part}_proj").bias for part in "qkv"]
+    with torch.no_grad():
+        assert torch.equal(layer(torch.ones(1, 64))[0], torch.cat(biases))
+
+
+@needs_native
+@pytest.mark.parametrize("choice", ["int8", "int4"])
+def test_shapes_that_blocks_cannot_hold_are_named(tmp_path: Path, choice: Quantization) -> None:
     save_reference("llama", tmp_path)
-    with pytest.raises(UnsupportedModel, match=r"int4 .* has 48 and 80"):
-        load_model(tmp_path, torch.float32, quantization="int4")
+    with pytest.raises(UnsupportedModel, match=rf"{choice} .* multiples of 32 inputs; .* has 48"):
+        load_model(tmp_path, torch.float32, quantization=choice)
 
 
-def test_what_runs_where() -> None:
-    for choice in ("fp16", "int8", "int4"):
+def test_what_runs_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    choices: tuple[Quantization, ...] = ("fp16", "int8", "int4", "gguf")
+    for choice in choices:
         assert "CPU only" in supported(choice, CUDA, torch.bfloat16).reason
         assert not supported(choice, CPU, torch.float16).ok
     assert supported("none", CUDA, torch.float16).ok
-    assert fastest(CUDA, torch.bfloat16) == "none"
-    assert fastest(CPU, torch.bfloat16) == "none"
-    assert fastest(CPU, torch.float32) == ("fp16" if FP16.ok else "none")
+    floats = "fp16" if FP16.ok else "none"
+    assert fastest(CUDA, torch.bfloat16, tmp_path) == "none"
+    assert fastest(CPU, torch.bfloat16, tmp_path) == "none"
+    assert fastest(CPU, torch.float32, tmp_path) == floats
+    save_blocks(tmp_path, {"lm_head.weight": arrays_of(1, 16, 32, BlockKind.Q8)})
+    if native_library() is not None:
+        assert supported("gguf", CPU, torch.float32, tmp_path).ok
+        assert "no GGUF" in supported("gguf", CPU, torch.float32, tmp_path.parent).reason
+        assert fastest(CPU, torch.float32, tmp_path) == "gguf"
+    monkeypatch.setattr(quantization, "native_library", lambda: None)
+    for choice in choices[1:]:
+        assert "native kernels" in supported(choice, CPU, torch.float32, tmp_path).reason
+    assert fastest(CPU, torch.float32, tmp_path) == floats

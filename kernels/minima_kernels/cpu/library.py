@@ -135,6 +135,9 @@ def _declare(native: ctypes.CDLL) -> None:
         integer,
     ]
     native.minima_retier.restype = None
+    native.minima_linear.argtypes = [pointer, pointer, ctypes.c_int64, pointer, integer]
+    native.minima_linear.restype = None
+    native.minima_matrix_rows.argtypes = [pointer, pointer, ctypes.c_int64, pointer]
 
 
 @cache

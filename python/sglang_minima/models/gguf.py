@@ -1,7 +1,7 @@
 """Converts a `.gguf` file of a supported family into a Hugging Face directory, once, in the cache.
 
 The directory is a complete checkpoint: transformers loads it too. Quantised tensors become
-float32, so nothing is lost against the file; 4-bit blocks are kept beside them as they are.
+float32, so nothing is lost against the file; 4- and 8-bit blocks are kept beside them as they are.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import numpy as np
 
 from sglang_minima.models.cache import build_once, cache_dir
 from sglang_minima.models.errors import ModelLoadError
-from sglang_minima.models.gguf_blocks import gguf_blocks, save_blocks
+from sglang_minima.models.gguf_blocks import BlockArrays, gguf_blocks, save_blocks
 from sglang_minima.models.gguf_config import hf_config, hf_tensor_name
 from sglang_minima.models.gguf_file import GGUFFile, read_gguf
 from sglang_minima.models.gguf_tokenizer import convert_tokenizer
 from sglang_minima.models.progress import Progress, stderr_progress
 
-CONVERSION = 2
+CONVERSION = 3
 """Part of the cache key: raise it when the output of a conversion changes."""
 _HEAD_BYTES = 1 << 20
 _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
@@ -73,8 +73,8 @@ def convert_gguf(path: Path, directory: Path, progress: Progress | None = None) 
     save_blocks(directory, _blocks(file, config))
 
 
-def _blocks(file: GGUFFile, config: dict[str, Any]) -> dict[str, dict[str, np.ndarray[Any, Any]]]:
-    """The arrays of `weight_blocks.Blocks` of every 4-bit tensor, by checkpoint name."""
+def _blocks(file: GGUFFile, config: dict[str, Any]) -> dict[str, BlockArrays]:
+    """The blocks of every tensor that has them, by checkpoint name."""
     found = {}
     for name, tensor in file.tensors.items():
         target = hf_tensor_name(name)
@@ -82,10 +82,12 @@ def _blocks(file: GGUFFile, config: dict[str, Any]) -> dict[str, dict[str, np.nd
             continue
         arrays = gguf_blocks(tensor.kind.name, tensor.data.reshape(tensor.shape[0], -1))
         if arrays is not None:
-            found[target] = {
-                part: np.ascontiguousarray(_half_split(tensor.name, values, config))
-                for part, values in arrays.items()
-            }
+            codes, scales, minima = (
+                None if part is None else np.ascontiguousarray(_half_split(name, part, config))
+                for part in arrays
+            )
+            assert codes is not None and scales is not None
+            found[target] = BlockArrays(codes, scales, minima)
     return found
 
 

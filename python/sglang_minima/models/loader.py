@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -14,9 +15,8 @@ from sglang_minima.models.causal_lm import CausalLM
 from sglang_minima.models.config import ModelConfig, read_json_object
 from sglang_minima.models.errors import ModelLoadError
 from sglang_minima.models.progress import Progress
-from sglang_minima.models.quantization import Quantization, quantize_model
+from sglang_minima.models.quantization import Quantization, quantize_model, take_blocks
 from sglang_minima.models.registry import build_model
-from sglang_minima.models.weight_blocks import load_blocks
 
 DUMMY_STD = 0.02
 _INDEX = "model.safetensors.index.json"
@@ -60,9 +60,10 @@ def load_model(
         if load_format == "dummy":
             _fill_randomly(model)
         else:
-            _fill_from_files(model, path, progress)
-        blocks = load_blocks(path) if quantization == "int4" and load_format == "auto" else {}
-        quantize_model(model, quantization, blocks)
+            named = set(checkpoint_tensors(model))
+            take_blocks(model, quantization, path)
+            _fill_from_files(model, path, named, progress)
+        quantize_model(model, quantization)
     return model, config
 
 
@@ -91,18 +92,22 @@ def checkpoint_tensors(model: CausalLM) -> dict[str, Tensor]:
     return targets
 
 
-def _fill_from_files(model: CausalLM, path: Path, progress: Progress | None) -> None:
+def _fill_from_files(
+    model: CausalLM, path: Path, named: set[str], progress: Progress | None
+) -> None:
+    """Fills the parameters; `named` are the tensors of the checkpoint, also those not needed."""
     files = _weight_files(path)
     total = sum(file.stat().st_size for file in files)
     done = 0
     targets = checkpoint_tensors(model)
     unexpected: list[str] = []
-    for name, tensor in _tensors(files):
+    for name, read in _tensors(files):
         target = targets.pop(name, None)
         if target is None:
-            if not _ignorable(name, model.config):
+            if name not in named and not _ignorable(name, model.config):
                 unexpected.append(name)
             continue
+        tensor = read()
         if target.shape != tensor.shape:
             raise ModelLoadError(
                 f"Tensor {name} has shape {list(tensor.shape)}, config.json asks for "
@@ -151,12 +156,13 @@ def _weight_files(path: Path) -> list[Path]:
     return files
 
 
-def _tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
+def _tensors(files: list[Path]) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """Names, and what reads the tensor until the next one is asked for."""
     for file in files:
         try:
             with safe_open(file, framework="pt", device="cpu") as handle:
                 for name in handle.keys():  # noqa: SIM118 (the handle is not a mapping)
-                    yield name, handle.get_tensor(name)
+                    yield name, partial(handle.get_tensor, name)
         except (SafetensorError, OSError) as error:
             raise ModelLoadError(f"{file} cannot be read: {error}.") from None
 

@@ -55,16 +55,16 @@ def resolve_dtype(args: ServerArgs, device: torch.device, checkpoint: str) -> to
 
 
 def resolve_quantization(
-    args: ServerArgs, device: torch.device, dtype: torch.dtype
+    args: ServerArgs, device: torch.device, dtype: torch.dtype, model_dir: Path
 ) -> Quantization:
     """The weights of `--quantization`.
 
     Raises:
-        ArgumentError: this device or compute dtype does not run them.
+        ArgumentError: this device, compute dtype or model does not run them.
     """
     if args.quantization == "auto":
-        return fastest(device, dtype)
-    support = supported(args.quantization, device, dtype)
+        return fastest(device, dtype, model_dir)
+    support = supported(args.quantization, device, dtype, model_dir)
     if not support.ok:
         raise ArgumentError(f"--quantization {args.quantization}: {support.reason}")
     return args.quantization
@@ -79,7 +79,7 @@ class ModelRunner:
         self.dtype = resolve_dtype(args, self.device, checkpoint)
         if self.device.type == "cpu" and args.cpu_threads:
             torch.set_num_threads(args.cpu_threads)
-        self.quantization = resolve_quantization(args, self.device, self.dtype)
+        self.quantization = resolve_quantization(args, self.device, self.dtype, Path(model_dir))
         self.model, self.config = load_model(
             Path(model_dir),
             self.dtype,

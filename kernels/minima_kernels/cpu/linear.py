@@ -1,0 +1,176 @@
+"""Linear layers over 4- and 8-bit weight blocks by the native kernels: see ``native/linear.h``."""
+
+from __future__ import annotations
+
+import ctypes
+from enum import IntEnum
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from minima_kernels.cpu.library import MISSING, native_library
+
+BLOCK = 32
+"""Inputs that share a scale."""
+PANEL = 16
+"""Outputs stored together."""
+_ALIGNMENT = 64
+
+
+class BlockKind(IntEnum):
+    """What a block of 32 weights is."""
+
+    Q4 = 0
+    """4-bit codes, float16 scale and minimum: code * scale + minimum."""
+    Q8 = 1
+    """int8 codes and a float16 scale: code * scale."""
+
+
+class _Matrix(ctypes.Structure):
+    """``MinimaMatrix``."""
+
+    _fields_ = [
+        ("kind", ctypes.c_int32),
+        ("activation_bits", ctypes.c_int32),
+        ("outputs", ctypes.c_int64),
+        ("inputs", ctypes.c_int64),
+        ("panels", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+    ]
+
+
+def panel_bytes(kind: BlockKind, inputs: int) -> int:
+    """Bytes of the panel of 16 outputs."""
+    blocks = inputs // BLOCK
+    block = PANEL * (BLOCK + 2) if kind == BlockKind.Q8 else PANEL * (BLOCK // 2 + 4)
+    return -(-blocks * block // _ALIGNMENT) * _ALIGNMENT
+
+
+def pack(
+    codes: np.ndarray[Any, Any],
+    scales: np.ndarray[Any, Any],
+    minima: np.ndarray[Any, Any] | None = None,
+) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Lay a matrix out in panels.
+
+    Args:
+        codes: [outputs, inputs], uint8 below 16 with ``minima``, else int8.
+        scales: float16 [outputs, inputs / 32].
+        minima: float16 [outputs, inputs / 32] of Q4; none of Q8.
+
+    Returns:
+        uint8 [panels, bytes of a panel].
+
+    Raises:
+        ValueError: inputs are no multiple of 32.
+    """
+    outputs, inputs = codes.shape
+    if inputs % BLOCK:
+        raise ValueError(f"weight blocks need multiples of {BLOCK} inputs, not {inputs}")
+    blocks, panels = inputs // BLOCK, -(-outputs // PANEL)
+    kind = BlockKind.Q8 if minima is None else BlockKind.Q4
+    # [outputs, blocks, quads of inputs, 4] -> [panels, blocks, quads, outputs of a panel, 4]
+    bytes_ = _padded(codes.view(np.uint8), panels).reshape(panels, PANEL, blocks, BLOCK // 4, 4)
+    if kind == BlockKind.Q4:
+        bytes_ = bytes_[:, :, :, :4] | bytes_[:, :, :, 4:] << 4
+    bytes_ = bytes_.transpose(0, 2, 3, 1, 4)
+    packed = np.zeros((panels, panel_bytes(kind, inputs)), np.uint8)
+    end = bytes_[0].size
+    packed[:, :end] = bytes_.reshape(panels, end)
+    for halves in (scales,) if minima is None else (scales, minima):
+        part = _padded(halves, panels).reshape(panels, PANEL, blocks).transpose(0, 2, 1)
+        start, end = end, end + 2 * PANEL * blocks
+        packed[:, start:end] = np.ascontiguousarray(part).view(np.uint8).reshape(panels, -1)
+    return packed
+
+
+def _padded(rows: np.ndarray[Any, Any], panels: int) -> np.ndarray[Any, Any]:
+    missing = panels * PANEL - len(rows)
+    return np.pad(rows, ((0, missing), (0, 0))) if missing else rows
+
+
+class BlockMatrix:
+    """A matrix in panels that the kernels multiply with."""
+
+    def __init__(
+        self,
+        kind: BlockKind,
+        outputs: int,
+        inputs: int,
+        panels: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        activation_bits: Literal[8, 16] = 16,
+    ) -> None:
+        """
+        Args:
+            panels: uint8 on the CPU, as :func:`pack` makes them.
+            bias: float32 [outputs].
+            activation_bits: of the integers that blocks of 32 activations are rounded to; 8 is for
+                Q4 alone.
+
+        Raises:
+            RuntimeError: the extension is not built.
+            ValueError: shapes or dtypes do not fit.
+        """
+        if native_library() is None:
+            raise RuntimeError(MISSING)
+        size = -(-outputs // PANEL) * panel_bytes(kind, inputs)
+        if inputs % BLOCK or panels.dtype != torch.uint8 or panels.numel() != size:
+            raise ValueError(f"{panels.numel()} bytes are no {kind.name} [{outputs}, {inputs}]")
+        if bias is not None and (bias.dtype != torch.float32 or bias.shape != (outputs,)):
+            raise ValueError("the bias must be float32, one value per output")
+        if kind == BlockKind.Q8 and activation_bits != 16:
+            raise ValueError("Q8 takes activations of 16 bits")
+        self.kind = kind
+        self.outputs = outputs
+        self.inputs = inputs
+        self.panels = panels.contiguous()
+        self.bias = None if bias is None else bias.contiguous()
+        self.activation_bits = activation_bits
+
+    @cached_property
+    def _native(self) -> _Matrix:
+        bias = None if self.bias is None else self.bias.data_ptr()
+        return _Matrix(
+            int(self.kind),
+            self.activation_bits,
+            self.outputs,
+            self.inputs,
+            self.panels.data_ptr(),
+            bias,
+        )
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """x float32 [rows, inputs] -> x Wᵀ + bias, float32 [rows, outputs]."""
+        if x.dtype != torch.float32 or x.dim() != 2 or x.shape[1] != self.inputs:
+            raise ValueError(f"x must be float32 [rows, {self.inputs}], not {list(x.shape)}")
+        native = native_library()
+        assert native is not None
+        x = x.contiguous()
+        out = torch.empty(x.shape[0], self.outputs)
+        native.minima_linear(
+            ctypes.byref(self._native),
+            x.data_ptr(),
+            x.shape[0],
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return out
+
+    def rows(self, index: torch.Tensor) -> torch.Tensor:
+        """float32 [N, inputs]: the rows of W of the indices, int64 [N].
+
+        Raises:
+            IndexError: an index out of range.
+        """
+        native = native_library()
+        assert native is not None
+        index = index.to(torch.int64).contiguous()
+        out = torch.empty(len(index), self.inputs)
+        if not native.minima_matrix_rows(
+            ctypes.byref(self._native), index.data_ptr(), len(index), out.data_ptr()
+        ):
+            raise IndexError(f"a row is out of range of the {self.outputs} there are")
+        return out

@@ -1,0 +1,179 @@
+// Linear layers: rounding of activations, and the work shared out by panels.
+#include "linear.h"
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+
+#include "levels.h"
+#include "pool.h"
+
+#define INLINE inline __attribute__((always_inline))
+
+namespace minima {
+namespace {
+
+#define LANES 4
+#include "simd.h"
+
+// Rounded rows that stay in the second-level cache while all panels go by.
+constexpr int64_t kTileBytes = 192 << 10;
+// Products that pay for waking up a thread.
+constexpr int64_t kThreadProducts = 400'000;
+constexpr int64_t kTasksPerThread = 4;
+
+const LinearLevel& current_linear() {
+#if defined(__x86_64__)
+  const Level* level = &current_level();
+  if (level == &avx512_level) return avx512_linear;
+  if (level == &avx2_level) return avx2_linear;
+#endif
+  return portable_linear;
+}
+
+struct Panels {
+  explicit Panels(const MinimaMatrix& matrix)
+      : blocks(matrix.inputs / kBlock),
+        count((matrix.outputs + kPanel - 1) / kPanel),
+        code_bytes(blocks * kBlock * kPanel / (matrix.kind == kQ4 ? 2 : 1)),
+        scale_bytes(blocks * kPanel * 2),
+        stride((code_bytes + scale_bytes * (matrix.kind == kQ4 ? 2 : 1) + 63) / 64 * 64) {}
+
+  int64_t blocks, count, code_bytes, scale_bytes, stride;
+};
+
+struct Buffer {
+  uint8_t* reserve(int64_t bytes) {
+    if (bytes > capacity) {
+      memory.reset(new uint8_t[bytes + 64]);
+      capacity = bytes;
+    }
+    return memory.get() + (-reinterpret_cast<uintptr_t>(memory.get()) & 63);
+  }
+
+  std::unique_ptr<uint8_t[]> memory;
+  int64_t capacity = 0;
+};
+
+thread_local Buffer buffer;
+
+struct Product {
+  const MinimaMatrix& matrix;
+  const LinearLevel& level;
+  Panels panels;
+  int64_t x_stride;
+  uint8_t* x;
+  float* out;
+
+  void round_row(const float* values, int64_t row) const {
+    uint8_t* target = x + row * x_stride;
+    if (matrix.kind == kQ8)
+      level.to_words(values, panels.blocks, reinterpret_cast<WordsBlock*>(target));
+    else
+      (matrix.activation_bits == 8 ? level.to_bytes8 : level.to_bytes16)(
+          values, panels.blocks, reinterpret_cast<BytesBlock*>(target));
+  }
+
+  void multiply(int64_t panel, int64_t first, int64_t rows) const {
+    const uint8_t* codes = matrix.panels + panel * panels.stride;
+    const int64_t output = panel * kPanel;
+    const int64_t width = std::min<int64_t>(kPanel, matrix.outputs - output);
+    PanelJob job = {codes,
+                    codes + panels.code_bytes,
+                    codes + panels.code_bytes + panels.scale_bytes,
+                    panels.blocks,
+                    x + first * x_stride,
+                    x_stride,
+                    rows,
+                    out + first * matrix.outputs + output,
+                    matrix.outputs};
+    const auto run = matrix.kind == kQ8            ? level.q8
+                     : matrix.activation_bits == 8 ? level.q4_8
+                                                   : level.q4_16;
+    if (width == kPanel) {
+      run(job);
+    } else {  // the last panel of a matrix whose outputs are no multiple of 16
+      float* target = job.out;
+      for (int64_t row = 0; row < rows; ++row) {
+        float results[kPanel];
+        job.rows = 1;
+        job.x = x + (first + row) * x_stride;
+        job.out = results;
+        run(job);
+        std::memcpy(target + row * matrix.outputs, results, width * sizeof(float));
+      }
+    }
+    if (!matrix.bias) return;
+    for (int64_t row = first; row < first + rows; ++row)
+      for (int64_t i = output; i < output + width; ++i)
+        out[row * matrix.outputs + i] += matrix.bias[i];
+  }
+};
+
+}  // namespace
+}  // namespace minima
+
+using namespace minima;
+
+void minima_linear(const MinimaMatrix* matrix, const float* x, int64_t rows, float* out,
+                   int threads) {
+  const Panels panels(*matrix);
+  const int64_t block_bytes = matrix->kind == kQ8 ? sizeof(WordsBlock) : sizeof(BytesBlock);
+  const int64_t x_stride = panels.blocks * block_bytes;
+  const Product product = {*matrix,  current_linear(), panels, x_stride,
+                           buffer.reserve(rows * x_stride), out};
+  const auto share = [threads](int64_t products) {
+    return static_cast<int>(std::clamp<int64_t>(products / kThreadProducts, 1, threads));
+  };
+  // Rounding an activation costs about as much as 64 products.
+  parallel_for(rows, share(rows * matrix->inputs * 64), [&](int64_t row, int) {
+    product.round_row(x + row * matrix->inputs, row);
+  });
+  const int64_t tile = std::max<int64_t>(kTileBytes / std::max<int64_t>(x_stride, 1) / 4 * 4, 4);
+  const int64_t tiles = (rows + tile - 1) / tile;
+  const int workers = share(rows * matrix->inputs * matrix->outputs);
+  const int64_t tasks =
+      workers == 1 ? 1 : std::min<int64_t>(panels.count, workers * kTasksPerThread);
+  parallel_for(tiles * tasks, workers, [&](int64_t index, int) {
+    const int64_t first = index / tasks * tile, task = index % tasks;
+    const int64_t stop = panels.count * (task + 1) / tasks;
+    for (int64_t panel = panels.count * task / tasks; panel < stop; ++panel)
+      product.multiply(panel, first, std::min(tile, rows - first));
+  });
+}
+
+int minima_matrix_rows(const MinimaMatrix* matrix, const int64_t* index, int64_t count,
+                       float* out) {
+  const Panels panels(*matrix);
+  const auto half_at = [](const uint8_t* p, int64_t i) {
+    uint16_t bits;
+    std::memcpy(&bits, p + 2 * i, 2);
+    return half_to_float(bits);
+  };
+  for (int64_t i = 0; i < count; ++i)
+    if (index[i] < 0 || index[i] >= matrix->outputs) return 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const uint8_t* panel = matrix->panels + index[i] / kPanel * panels.stride;
+    const uint8_t* scales = panel + panels.code_bytes;
+    const uint8_t* minima = scales + panels.scale_bytes;
+    const int64_t o = index[i] % kPanel;
+    for (int64_t b = 0; b < panels.blocks; ++b) {
+      float* target = out + i * matrix->inputs + b * kBlock;
+      const float scale = half_at(scales, b * kPanel + o);
+      if (matrix->kind == kQ8) {
+        const uint8_t* codes = panel + b * kBlock * kPanel;
+        for (int k = 0; k < kBlock; ++k)
+          target[k] = scale * static_cast<int8_t>(codes[k / 4 * 64 + 4 * o + k % 4]);
+        continue;
+      }
+      const uint8_t* codes = panel + b * kBlock * kPanel / 2;
+      const float minimum = half_at(minima, b * kPanel + o);
+      for (int k = 0; k < kBlock / 2; ++k) {
+        const int code = codes[k / 4 * 64 + 4 * o + k % 4];
+        target[k] = scale * static_cast<float>(code & 15) + minimum;
+        target[k + kBlock / 2] = scale * static_cast<float>(code >> 4) + minimum;
+      }
+    }
+  }
+  return 1;
+}

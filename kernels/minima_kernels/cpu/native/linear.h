@@ -1,0 +1,85 @@
+// Linear layers over weights in blocks of 32, as GGUF keeps them: Q4 is 4-bit codes, a scale and a
+// minimum per block (Q4_1; Q4_0 with a minimum of -8 scales), Q8 is int8 codes and a scale (Q8_0).
+//
+// A matrix is stored in panels of 16 outputs, one after another, the last one filled up with zeros.
+// Of a panel come first the codes, block by block; a block lists its inputs four by four and of each
+// four all outputs: output o, input 4q + j is byte 64q + 4o + j. Q4 has inputs 0 to 15 in the low
+// halves of 256 bytes and 16 to 31 in the high ones. Then float16 scales, 16 per block, for Q4 as
+// many minima, and zeros up to a multiple of 64 bytes.
+#pragma once
+#include <cstdint>
+
+#include "exports.h"
+
+extern "C" {
+
+enum BlockKind : int32_t { kQ4 = 0, kQ8 = 1 };
+
+struct MinimaMatrix {
+  int32_t kind;
+  int32_t activation_bits;  // 8 or 16 for Q4, 16 for Q8
+  int64_t outputs, inputs;  // inputs: a multiple of 32
+  const uint8_t* panels;
+  const float* bias;  // [outputs] or null
+};
+
+// out = x W^T + bias; x: float32 [rows, inputs], out: float32 [rows, outputs]. Blocks of 32
+// activations are rounded to integers of `activation_bits`. A row of the result is the same bits
+// whatever the other rows are and on any number of threads.
+MINIMA_EXPORT void minima_linear(const MinimaMatrix* matrix, const float* x, int64_t rows,
+                                 float* out, int threads);
+
+// out: float32 [count, inputs], rows `index` of W. 0 if an index is out of range.
+MINIMA_EXPORT int minima_matrix_rows(const MinimaMatrix* matrix, const int64_t* index,
+                                     int64_t count, float* out);
+
+}  // extern "C"
+
+namespace minima {
+
+constexpr int kBlock = 32;
+constexpr int kPanel = 16;
+
+// 32 activations for Q4: value = scale * (256 high + low) with 16 bits, scale * high with 8.
+struct BytesBlock {
+  int8_t high[kBlock];
+  int8_t low[kBlock];
+  float scale;
+  float sum;  // of the 32 values
+};
+
+// 32 activations for Q8: value = scale * code. Of every four the order is 0, 2, 1, 3.
+struct WordsBlock {
+  int16_t codes[kBlock];
+  float scale;
+};
+
+// Rounded rows times one panel.
+struct PanelJob {
+  const uint8_t* codes;
+  const uint8_t* scales;
+  const uint8_t* minima;
+  int64_t blocks;
+  const uint8_t* x;  // rows of BytesBlock or WordsBlock
+  int64_t x_stride;  // bytes from row to row
+  int64_t rows;
+  float* out;  // 16 results per row
+  int64_t out_stride;
+};
+
+struct LinearLevel {
+  void (*to_bytes8)(const float* x, int64_t blocks, BytesBlock* out);
+  void (*to_bytes16)(const float* x, int64_t blocks, BytesBlock* out);
+  void (*to_words)(const float* x, int64_t blocks, WordsBlock* out);
+  void (*q4_8)(const PanelJob& job);
+  void (*q4_16)(const PanelJob& job);
+  void (*q8)(const PanelJob& job);
+};
+
+extern const LinearLevel portable_linear;
+#if defined(__x86_64__)
+extern const LinearLevel avx2_linear;
+extern const LinearLevel avx512_linear;
+#endif
+
+}  // namespace minima

@@ -1,0 +1,98 @@
+// Rounding of activations with 256-bit vectors, for the AVX2 and AVX-512 levels. Included inside a
+// level's namespace.
+
+constexpr int64_t kAhead = 8192;  // bytes
+
+INLINE __m256i load256(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+
+// With few rows the weights come from memory, too fast for the hardware to see it in time.
+template <int BLOCK_BYTES>
+INLINE void prefetch(const PanelJob& job, int64_t block) {
+  const uint8_t* ahead = job.codes + block * BLOCK_BYTES + kAhead;
+  for (int i = 0; i < BLOCK_BYTES; i += 64)
+    _mm_prefetch(reinterpret_cast<const char*>(ahead + i), _MM_HINT_T0);
+}
+
+// The largest magnitude of 32 floats, as the bits of a float; NaN is larger than anything.
+INLINE int32_t magnitude_bits(const float* x) {
+  const __m256i mask = _mm256_set1_epi32(0x7fffffff);
+  __m256i top = _mm256_and_si256(load256(x), mask);
+  for (int i = 1; i < 4; ++i)
+    top = _mm256_max_epi32(top, _mm256_and_si256(load256(x + 8 * i), mask));
+  __m128i y = _mm_max_epi32(_mm256_castsi256_si128(top), _mm256_extracti128_si256(top, 1));
+  y = _mm_max_epi32(y, _mm_shuffle_epi32(y, 0x4e));
+  return _mm_cvtsi128_si32(_mm_max_epi32(y, _mm_shuffle_epi32(y, 0xb1)));
+}
+
+// 32 rounded activations.
+struct Rounded {
+  __m256i codes[4];
+  float scale;
+};
+
+INLINE Rounded round_block(const float* x, float limit) {
+  const Step step = step_of(magnitude_bits(x), limit);
+  Rounded rounded;
+  rounded.scale = step.scale;
+  const __m256 inverse = _mm256_set1_ps(step.inverse);
+  for (int i = 0; i < 4; ++i) {
+    const __m256 scaled = _mm256_mul_ps(_mm256_loadu_ps(x + 8 * i), inverse);
+    rounded.codes[i] = step.inverse == 0 ? _mm256_setzero_si256() : _mm256_cvtps_epi32(scaled);
+  }
+  return rounded;
+}
+
+INLINE int32_t total(const Rounded& rounded) {
+  const __m256i x = _mm256_add_epi32(_mm256_add_epi32(rounded.codes[0], rounded.codes[1]),
+                                     _mm256_add_epi32(rounded.codes[2], rounded.codes[3]));
+  __m128i y = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+  y = _mm_add_epi32(y, _mm_shuffle_epi32(y, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(y, _mm_shuffle_epi32(y, 0xb1)));
+}
+
+// 32 integers that fit in a byte each, to bytes in their order.
+INLINE void store_bytes(int8_t* out, const __m256i values[4]) {
+  const __m256i packed = _mm256_packs_epi16(_mm256_packs_epi32(values[0], values[1]),
+                                            _mm256_packs_epi32(values[2], values[3]));
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out),
+                      _mm256_permutevar8x32_epi32(packed, order));
+}
+
+void to_bytes8(const float* x, int64_t blocks, BytesBlock* out) {
+  for (int64_t b = 0; b < blocks; ++b) {
+    const Rounded rounded = round_block(x + b * kBlock, kLimit8);
+    store_bytes(out[b].high, rounded.codes);
+    out[b].scale = rounded.scale;
+    out[b].sum = rounded.scale * static_cast<float>(total(rounded));
+  }
+}
+
+void to_bytes16(const float* x, int64_t blocks, BytesBlock* out) {
+  for (int64_t b = 0; b < blocks; ++b) {
+    const Rounded rounded = round_block(x + b * kBlock, kLimit16);
+    __m256i high[4], low[4];
+    for (int i = 0; i < 4; ++i) {
+      low[i] = _mm256_srai_epi32(_mm256_slli_epi32(rounded.codes[i], 24), 24);
+      high[i] = _mm256_srai_epi32(_mm256_sub_epi32(rounded.codes[i], low[i]), 8);
+    }
+    store_bytes(out[b].high, high);
+    store_bytes(out[b].low, low);
+    out[b].scale = rounded.scale;
+    out[b].sum = rounded.scale * static_cast<float>(total(rounded));
+  }
+}
+
+void to_words(const float* x, int64_t blocks, WordsBlock* out) {
+  for (int64_t b = 0; b < blocks; ++b) {
+    const Rounded rounded = round_block(x + b * kBlock, kLimit16);
+    for (int i = 0; i < 2; ++i) {
+      const __m256i packed = _mm256_permute4x64_epi64(
+          _mm256_packs_epi32(rounded.codes[2 * i], rounded.codes[2 * i + 1]), 0xd8);
+      const __m256i swapped =
+          _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(packed, 0xd8), 0xd8);
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out[b].codes + 16 * i), swapped);
+    }
+    out[b].scale = rounded.scale;
+  }
+}
