@@ -12,6 +12,8 @@
 
 #include "exports.h"
 
+void check_linear();  // sanitize_linear.cpp
+
 namespace {
 
 std::mt19937 generator(1);
@@ -175,6 +177,7 @@ int main(int argc, char**) {
       std::printf("no %s here\n", level);
       continue;
     }
+    check_linear();
     int count = 0;
     const auto formats = [&count](int dim, int page_size, int step) {
       for (const FormatType type : {kF32, kF16, kBF16, kFP8})

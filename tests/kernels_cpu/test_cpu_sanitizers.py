@@ -31,7 +31,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return str(target)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        sources = [Path(__file__).with_name("sanitize.cpp"), *sorted(NATIVE.glob("*.cpp"))]
+        sources = [*Path(__file__).parent.glob("sanitize*.cpp"), *sorted(NATIVE.glob("*.cpp"))]
         objects = list(pool.map(compiled, sources))
     program = directory / "sanitize"
     subprocess.run([compiler, *flags.split(), *objects, "-o", str(program)], check=True)

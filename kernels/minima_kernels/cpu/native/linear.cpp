@@ -13,8 +13,7 @@
 namespace minima {
 namespace {
 
-#define LANES 4
-#include "simd.h"
+#include "half.inl"
 
 // Rounded rows that stay in the second-level cache while all panels go by.
 constexpr int64_t kTileBytes = 192 << 10;

@@ -10,8 +10,7 @@ namespace minima {
 namespace portable {
 namespace {
 
-#define LANES 4
-#include "simd.h"
+#include "half.inl"
 #include "linear_rows.inl"
 
 struct Rounded {
