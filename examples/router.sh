@@ -36,9 +36,13 @@ await() {
 }
 
 for url in $urls; do await "$url/health"; done
+# The circuit breaker is off because it takes the 400 of a bad request for a fault of the worker:
+# ten of them, and a healthy worker gets no traffic. Health checks alone find a lost worker, within
+# a second; requests are repeated for longer than that, so that another worker answers them.
 "$python" -m sglang_router.launch_router --host 127.0.0.1 --port "$port" \
-    --policy cache_aware --health-check-interval-secs 1 --health-failure-threshold 1 \
-    --health-success-threshold 1 --prometheus-port $((port + workers + 1)) \
+    --policy cache_aware --disable-circuit-breaker --retry-initial-backoff-ms 300 \
+    --health-check-interval-secs 1 --health-failure-threshold 1 --health-success-threshold 1 \
+    --prometheus-port $((port + workers + 1)) \
     --log-level warn --worker-urls $urls &
 pids="$pids $!"
 await "http://127.0.0.1:$port/readiness"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -10,9 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import requests
-from server_kit import RunningServer, free_port, start_server
+from server_kit import HERE, RunningServer, free_port, start_server
 from tiny_kit import FLAGS, assert_quiet, eventually, info
 
 pytest.importorskip("sglang_router")
@@ -24,6 +26,8 @@ ROUTER_FLAGS = (
     *("--policy", "cache_aware", "--host", "127.0.0.1", "--log-level", "warn"),
     *("--health-check-interval-secs", "1", "--health-check-timeout-secs", "5"),
     *("--health-failure-threshold", "1", "--health-success-threshold", "1"),
+    # See examples/router.sh for the reasons.
+    *("--disable-circuit-breaker", "--retry-initial-backoff-ms", "300"),
 )
 
 
@@ -198,6 +202,12 @@ def test_bad_input_is_refused_once(routed: Routed, path: str, body: Any) -> None
         assert worker.get("/health").status_code == 200
 
 
+def test_much_bad_input_harms_nobody(routed: Routed) -> None:
+    for _ in range(30):
+        assert routed.post("/generate", {"input_ids": [99999]}).status_code == 400
+    assert generate(routed, "And now a good one")["meta_info"]["completion_tokens"] == 4
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_disconnect_ends_the_request(routed: Routed, stream: bool) -> None:
     aborted = sum(routed.counts("requests_aborted"))
@@ -227,7 +237,7 @@ def test_a_killed_worker_drops_out_and_comes_back(routed: Routed, tiny_dir: Path
 
     third.process.kill()
     third.process.communicate(timeout=30)
-    # While the router does not know it yet, it repeats what the dead worker did not take.
+    # Before a health check tells, the router repeats what the dead worker did not take elsewhere.
     for number in range(6):
         generate(routed, f"{number} after the end of one worker")
     eventually(lambda: not routed.healthy()[third.url], 20)
@@ -240,6 +250,27 @@ def test_a_killed_worker_drops_out_and_comes_back(routed: Routed, tiny_dir: Path
     eventually(lambda: routed.healthy()[third.url])
     texts = [f"{number} again" for number in range(12)]
     assert min(routed.served(lambda: at_once(routed, texts, max_new_tokens=40))) >= 1
+
+
+@pytest.mark.slow
+def test_the_script_starts_and_ends_everything(tiny_dir: Path) -> None:
+    port = free_port()
+    command = ["examples/router.sh", "2", "--model-path", str(tiny_dir), *FLAGS]
+    environment = {**os.environ, "PORT": str(port), "PYTHON": sys.executable}
+    root = HERE.parents[1]
+    script = subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        assert script.stdout is not None
+        assert next(script.stdout).startswith(f"2 workers behind http://127.0.0.1:{port};")
+        children = psutil.Process(script.pid).children(recursive=True)
+        routed = Routed(f"http://127.0.0.1:{port}")
+        assert list(routed.healthy().values()) == [True, True]
+        generate(routed, "hello")
+    finally:
+        script.terminate()
+        script.communicate(timeout=60)
+    assert script.returncode == 143
+    assert not psutil.wait_procs(children, timeout=30)[1]
 
 
 def is_up(server: RunningServer) -> bool:
