@@ -29,6 +29,7 @@ from minima_kernels import (
     parse_format,
     plan_decode,
     run_decode,
+    use_huge_pages,
 )
 from minima_kernels.arena import scatter
 from minima_kernels.cpu.library import current_level
@@ -83,7 +84,7 @@ def single(
         segments = [Segment(addresses, 0, PAGE_SIZE, [0])]
         steps[f"native {name}"] = native_step(q, arena, kind, geometry, segments), arena.numel()
     for name, dtype in DTYPES.items():
-        k, v = (torch.randn(layers, 1, heads, tokens, dim).to(dtype) for _ in range(2))
+        k, v = (dense_cache((layers, 1, heads, tokens, dim), dtype) for _ in range(2))
         folded = q.view(layers, 1, heads, group_size, dim).to(dtype)
         size = 2 * k.numel() * k.element_size()
         steps[f"torch sdpa {name}"] = partial(sdpa_step, folded, k, v), size
@@ -115,6 +116,13 @@ def cohort(
     return rows
 
 
+def dense_cache(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Random keys or values in memory of the same sort as the arena's."""
+    cache = torch.empty(shape, dtype=dtype)
+    use_huge_pages(cache)
+    return cache.normal_()
+
+
 def make_pages(
     geometry: KVGeometry, name: str, tokens: int
 ) -> tuple[torch.Tensor, PageKind, torch.Tensor]:
@@ -123,6 +131,7 @@ def make_pages(
     num_pages = tokens // geometry.page_size
     granules = kind.granules(geometry)
     arena = torch.empty(num_pages * granules * GRANULE, dtype=torch.uint8)
+    use_huge_pages(arena)  # as the server does
     addresses = torch.randperm(num_pages) * granules
     shape = num_pages, geometry.page_size, geometry.num_kv_heads, geometry.head_dim
     format_ = kind.formats[0]

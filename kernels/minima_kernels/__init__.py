@@ -3,7 +3,7 @@
 Knows nothing of requests or trees: the caller owns the arena, the pages and who reads them.
 """
 
-from minima_kernels.allocator import keep_freed_memory
+from minima_kernels.allocator import keep_freed_memory, use_huge_pages
 from minima_kernels.attention import (
     AttentionOutput,
     DecodePlan,
@@ -51,4 +51,5 @@ __all__ = [
     "retier",
     "run_decode",
     "run_extend",
+    "use_huge_pages",
 ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from minima_kernels import GRANULE, KVGeometry
+from minima_kernels import GRANULE, KVGeometry, use_huge_pages
 from sglang_minima.cache.profile import KvProfile
 from sglang_minima.server_args import ArgumentError, ServerArgs
 
@@ -49,6 +49,8 @@ class KVArena:
                 f"{smallest // 4 * GRANULE} bytes: raise --kv-cache-memory or --max-total-tokens"
             )
         buffer = torch.zeros(granules * GRANULE, dtype=torch.uint8, device=device)
+        if device.type == "cpu":
+            use_huge_pages(buffer)
         return cls(buffer, geometry, profile)
 
 
