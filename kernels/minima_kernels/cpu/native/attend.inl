@@ -14,8 +14,8 @@
 // So both are written in the order of the page's rows; a product steps through them by strides.
 // Channels of values may be in an order of their own: outputs are kept in it for a run of pages.
 
-// Quantises a row of queries to 15 bits, in the order of a tile's pairs. Gives its step, and what the bias of a tile adds to each of
-// its products, with the sign turned.
+// Quantises a row of queries to 15 bits, in the order of a tile's pairs. Gives its step, and what the
+// bias of a tile adds to each of its products, with the sign turned.
 void quantise(const float* q, int dim, int16_t* q16, float* step, int32_t* start) {
   VF best = {};
   for (int d = 0; d < dim; d += LANES) {
@@ -50,7 +50,7 @@ struct Scratch {
   alignas(64) float outputs[kRowBlock * 256];      // or integer products
   alignas(64) float k_scales[kMaxTile];
   alignas(64) float v_scales[kMaxTile];
-  alignas(64) float v_bits[kMaxTile];  // v_scale < 2**v_bits
+  alignas(64) float v_bits[kMaxTile];  // v_scale <= 2**v_bits
   alignas(64) float means[kMaxChunks][256];
   alignas(64) uint8_t bytes[kTileBytes / 2 + 2 * kSlack];
   int32_t weight_start[kRowBlock];
@@ -104,7 +104,8 @@ INLINE void weigh(float* row, int32_t* weights, const float* v_scales, int at, i
     VI w[N];
     for (int i = 0; i < N; ++i) w[i] = round_to_int(p[i]);
     for (int i = 0; i < N; ++i) weight_total += w[i];
-    for (int i = 0; i < COLUMNS / 16; ++i) store_pairs(weights + at / 2 + 8 * i, w + i * 16 / LANES);
+    for (int i = 0; i < COLUMNS / 16; ++i)
+      store_pairs(weights + at / 2 + 8 * i, w + i * 16 / LANES);
   } else {
     for (int i = 0; i < N; ++i) store(row + at + i * LANES, p[i]);
   }
@@ -147,9 +148,10 @@ void attend_tile(const AttendJob& job, const MinimaFormat& format, const Chunk* 
       ask_for(v_scales + chunk.ahead, 2 * chunk.columns);
       if (is_tq) {
         for (int t = chunk.column; t < chunk.column + chunk.columns; t += LANES) {
-          // Biased exponents; at least 2**-40, so that sums stay finite where all values are zero.
-          const VF bits = to_float(reinterpret_cast<VI>(load(s.v_scales + t)) >> 23) - 126.0f;
-          store(s.v_bits + t, vmax(bits, splat(-40.0f)));
+          // A float's bits are its logarithm, but for up to 0.0861 within each power of two. At least
+          // 2**-40, so that sums stay finite where all values are zero.
+          const VF bits = to_float(reinterpret_cast<VI>(load(s.v_scales + t))) * 0x1p-23f;
+          store(s.v_bits + t, vmax(bits - 126.9139f, splat(-40.0f)));
         }
       }
     } else {
