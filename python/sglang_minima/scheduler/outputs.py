@@ -57,9 +57,13 @@ def record_prompt_rows(
         start: prompt position of the first row.
         hidden: [rows, hidden]; row i predicts token start + i + 1.
     """
-    first = max(request.message.logprob_start_len - 1 - start, 0)
-    for offset in range(first, len(hidden), _LOGIT_ROWS):
-        logits = logits_of(hidden[offset : offset + _LOGIT_ROWS])
+    wanted = request.next_input_logprob
+    if wanted is None:
+        return
+    # The last row of a prompt predicts the output (that of a single token still has an entry).
+    end = min(len(hidden), max(request.prompt_len - 1 - start, 1))
+    for offset in range(max(wanted - 1 - start, 0), end, _LOGIT_ROWS):
+        logits = logits_of(hidden[offset : min(offset + _LOGIT_ROWS, end)])
         record_input_logprobs(request, start + offset, logits)
 
 

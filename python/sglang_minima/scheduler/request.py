@@ -109,11 +109,16 @@ class Request:
     def reuse_limit(self) -> int:
         """Most tokens the prefix match may cover, so that every logit asked for is computed."""
         limit = len(self.tokens) - 1
-        if self.wants_input_logprobs:
-            # The log-probability of a token comes from the position before it. A preemption may
-            # have left some of them known and others not.
-            known = 0 if self.input_logprobs is None else len(self.input_logprobs.tokens)
-            wanted = self.message.logprob_start_len + known
-            if wanted < self.prompt_len:
-                limit = min(limit, max(0, wanted - 1))
-        return limit
+        # The log-probability of a token comes from the position before it.
+        wanted = self.next_input_logprob
+        return limit if wanted is None else min(limit, max(0, wanted - 1))
+
+    @property
+    def next_input_logprob(self) -> int | None:
+        """Position of the first prompt token whose log-probability is asked for and not known
+        yet; None when there is none. A preemption may have left some known and others not."""
+        if not self.wants_input_logprobs:
+            return None
+        known = 0 if self.input_logprobs is None else len(self.input_logprobs.tokens)
+        wanted = self.message.logprob_start_len + known
+        return wanted if wanted < self.prompt_len else None
