@@ -52,6 +52,12 @@ MESSAGES: tuple[Any, ...] = (
 )
 
 
+ANTHROPIC = (
+    *("model", "system", "tools", "tool_choice", "thinking", "output_config", "cache_control"),
+    *("stop_sequences", "stream", "temperature", "top_p", "top_k", "messages", "max_tokens"),
+)
+
+
 def random_body(rng: random.Random, path: str) -> Any:
     """A sound body with some keys replaced by anything; sometimes not even an object."""
     if rng.random() < 0.02:
@@ -66,10 +72,14 @@ def random_body(rng: random.Random, path: str) -> Any:
         return scatter({"text": "hello", "sampling_params": sampling}, GENERATE, 4)
     if path == "/v1/completions":
         return scatter({"prompt": "hello", "max_tokens": 3}, COMPLETION, 4)
+    if path == "/v1/messages":
+        return scatter({"messages": rng.choice(MESSAGES), "max_tokens": 3}, ANTHROPIC, 4)
     return scatter({"messages": rng.choice(MESSAGES), "max_tokens": 3}, CHAT, 4)
 
 
-@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    "path", ["/generate", "/v1/completions", "/v1/chat/completions", "/v1/messages"]
+)
 def test_random_bodies_never_break_the_server(tiny: RunningServer, path: str) -> None:
     rng = random.Random(path)
     bodies = [random_body(rng, path) for _ in range(300)]
@@ -86,7 +96,8 @@ def test_random_bodies_never_break_the_server(tiny: RunningServer, path: str) ->
                 statuses[reply.status] += 1
                 assert reply.status < 500, (body, text)
                 if reply.content_type == "text/event-stream":
-                    assert text.endswith("data: [DONE]\n\n"), (body, text)
+                    ending = "message_stop" if path == "/v1/messages" else "data: [DONE]\n\n"
+                    assert ending in text[-40:], (body, text)
                     assert '"code":5' not in text, (body, text)
                 else:
                     json.loads(text)

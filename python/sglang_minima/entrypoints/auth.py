@@ -1,4 +1,4 @@
-"""Bearer-token check in front of the application."""
+"""Check of the API key in front of the application."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import hmac
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from sglang_minima.entrypoints.errors import json_response
+from sglang_minima.entrypoints.errors import HttpError, anthropic_error, json_response
 
 OPEN_PATHS = frozenset({"/health", "/health_generate", "/metrics"})
 """Probes and scrapers come without a key."""
 
 
-class BearerAuth:
-    """ASGI middleware: 401 without `Authorization: Bearer <key>`."""
+class KeyAuth:
+    """ASGI middleware: 401 without `Authorization: Bearer <key>` or `x-api-key: <key>`."""
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
         self._app = app
@@ -21,11 +21,17 @@ class BearerAuth:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._known(scope):
-            await json_response({"error": "Unauthorized"}, 401)(scope, receive, send)
+            body: dict[str, object] = {"error": "Unauthorized"}
+            if scope["path"].startswith("/v1/messages"):
+                body = anthropic_error(HttpError(401, "the API key is missing or wrong"))
+            await json_response(body, 401)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
     def _known(self, scope: Scope) -> bool:
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        scheme, _, key = given.partition(b" ")
-        return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._key)
+        headers = dict(scope["headers"])
+        scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
+        given = [headers.get(b"x-api-key", b"")]
+        if scheme.lower() == b"bearer":
+            given.append(bearer.strip())
+        return any(hmac.compare_digest(key, self._key) for key in given)

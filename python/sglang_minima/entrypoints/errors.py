@@ -1,6 +1,7 @@
 """The error shapes of the HTTP interface, one helper each.
 
-`/generate` answers {"error": {"message"}}; every other route answers the flat OpenAI-style object.
+`/generate` answers {"error": {"message"}}, `/v1/messages` {"type": "error", "error": {...}}; every
+other route answers the flat OpenAI-style object.
 Bad input is always a 4xx with one sentence: a router repeats a request that got a 5xx.
 """
 
@@ -72,6 +73,21 @@ def openai_error(error: HttpError) -> dict[str, Any]:
         "param": None,
         "code": error.status,
     }
+
+
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
+
+
+def anthropic_error(error: HttpError) -> dict[str, Any]:
+    """The body, and the stream event, that `/v1/messages` sends."""
+    kind = _ANTHROPIC_TYPES.get(error.status, "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
 def openai_stream_error(error: HttpError) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from sglang_minima.entrypoints.auth import BearerAuth
+from sglang_minima.entrypoints.anthropic_api import add_anthropic_routes
+from sglang_minima.entrypoints.auth import KeyAuth
 from sglang_minima.entrypoints.chat_api import add_chat_route
 from sglang_minima.entrypoints.conversation import ChatRenderer
 from sglang_minima.entrypoints.errors import HttpError, json_response, openai_error
@@ -133,7 +134,7 @@ class HttpServer:
         app.add_exception_handler(HTTPException, _http_exception)
         app.add_exception_handler(Exception, _unexpected)
         if self._args.api_key is not None:
-            app.add_middleware(BearerAuth, api_key=self._args.api_key)
+            app.add_middleware(KeyAuth, api_key=self._args.api_key)
         return app
 
     @asynccontextmanager
@@ -147,8 +148,10 @@ class HttpServer:
         renderer = ChatRenderer(
             self._tokenizer, self._args.tool_call_parser, self._args.reasoning_parser
         )
-        add_openai_routes(app, manager, self._status.model_name)
-        add_chat_route(app, manager, renderer, self._status.model_name)
+        name, page_size = self._status.model_name, self._status.model_info["page_size"]
+        add_openai_routes(app, manager, name)
+        add_chat_route(app, manager, renderer, name)
+        add_anthropic_routes(app, manager, renderer, name, page_size)
         add_tokenize_routes(app, manager, renderer)
 
         def died(reason: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import orjson
 from starlette.requests import ClientDisconnect, Request
@@ -59,8 +59,24 @@ def event(body: Any) -> bytes:
     return b"data: " + orjson.dumps(body) + b"\n\n"
 
 
+def named_event(body: Any) -> bytes:
+    """One server-sent event that is named after the type of its object."""
+    return b"event: " + body["type"].encode() + b"\n" + event(body)
+
+
+class Framing(NamedTuple):
+    """How objects become a stream."""
+
+    encode: Callable[[Any], bytes]
+    ending: bytes
+
+
+DATA_EVENTS = Framing(event, b"data: [DONE]\n\n")
+NAMED_EVENTS = Framing(named_event, b"")
+
+
 class EventStream(Response):
-    """Sends the events of a generation, then `[DONE]`; aborts it when the client disconnects.
+    """Sends the events of a generation and its ending; aborts it when the client disconnects.
 
     An error before the first event is an ordinary HTTP error; later it is one more event.
 
@@ -69,6 +85,7 @@ class EventStream(Response):
         generation: what `events` reads from.
         error: body of an HTTP error.
         stream_error: body of an error event.
+        framing: how the objects are sent.
     """
 
     def __init__(
@@ -77,6 +94,7 @@ class EventStream(Response):
         generation: Generation,
         error: ErrorBody,
         stream_error: ErrorBody,
+        framing: Framing = DATA_EVENTS,
     ) -> None:
         super().__init__(media_type="text/event-stream")
         del self.headers["content-length"]
@@ -85,6 +103,7 @@ class EventStream(Response):
         self._generation = generation
         self._error = error
         self._stream_error = stream_error
+        self._framing = framing
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -98,14 +117,14 @@ class EventStream(Response):
     async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             async for body in self._events:
-                await self._send(send, event(body))
+                await self._send(send, self._framing.encode(body))
         except Exception as error:
             failure = to_http_error(error)
             if not self._started:
                 await json_response(self._error(failure), failure.status)(scope, receive, send)
                 return
-            await self._send(send, event(self._stream_error(failure)))
-        await self._send(send, b"data: [DONE]\n\n")
+            await self._send(send, self._framing.encode(self._stream_error(failure)))
+        await self._send(send, self._framing.ending)
         await send({"type": "http.response.body", "body": b""})
 
     async def _send(self, send: Send, chunk: bytes) -> None:
