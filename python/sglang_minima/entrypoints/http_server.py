@@ -148,6 +148,8 @@ class HttpServer:
         renderer = ChatRenderer(
             self._tokenizer, self._args.tool_call_parser, self._args.reasoning_parser
         )
+        if renderer.tool_format is not None:
+            self._status.tool_call_parser = renderer.tool_format.name
         name, page_size = self._status.model_name, self._status.model_info["page_size"]
         add_openai_routes(app, manager, name)
         add_chat_route(app, manager, renderer, name)

@@ -39,6 +39,8 @@ class ServerStatus:
     model_info: dict[str, Any]
     """What the scheduler reported when it was ready."""
     started: float
+    tool_call_parser: str | None = None
+    """The format of tool calls, given or found in the chat template."""
     ready: bool = False
     """False until the first request of the server to itself has been answered."""
 
@@ -72,8 +74,8 @@ def model_info(status: ServerStatus) -> dict[str, Any]:
         "preferred_sampling_params": None,
         "weight_version": WEIGHT_VERSION,
         "load_format": status.args.load_format,
-        "reasoning_parser": None,
-        "tool_call_parser": None,
+        "reasoning_parser": status.args.reasoning_parser,
+        "tool_call_parser": status.tool_call_parser,
         "disaggregation_mode": "null",
         "has_image_understanding": False,
         "has_audio_understanding": False,

@@ -61,7 +61,8 @@ def event(body: Any) -> bytes:
 
 def named_event(body: Any) -> bytes:
     """One server-sent event that is named after the type of its object."""
-    return b"event: " + body["type"].encode() + b"\n" + event(body)
+    name: str = body["type"]
+    return b"event: " + name.encode() + b"\n" + event(body)
 
 
 class Framing(NamedTuple):
