@@ -103,6 +103,15 @@ def test_decode_each(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode_each([]) == []
 
 
+def test_bytes_of_tokens_join_to_the_text(tokenizer: Tokenizer) -> None:
+    text = "naïve 日本 🙂<|user|>\n"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    pieces = [tokenizer.token_bytes(token) for token in ids]
+    assert b"".join(pieces) == text.encode()
+    # Some tokens are parts of characters, which their text cannot tell.
+    assert any("\ufffd" in each for each in tokenizer.decode_each(ids))
+
+
 def rendered(tokenizer: Tokenizer, messages: Any, **options: Any) -> str:
     return tokenizer.decode(tokenizer.apply_chat_template(messages, **options), False)
 

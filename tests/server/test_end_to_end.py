@@ -123,6 +123,23 @@ def test_prompt_shared_by_concurrent_clients_is_computed_once(
     assert computed < usages[0][0] + clients * (start["page_size"] + own)
 
 
+def test_samples_of_a_prompt_compute_it_once(client: openai.OpenAI, server: RunningServer) -> None:
+    start = info(server)
+    reply = client.chat.completions.create(
+        model="any",
+        messages=[{"role": "user", "content": essay("several samples", 8)}],
+        n=4,
+        seed=3,
+        max_tokens=4,
+    )
+    assert [choice.index for choice in reply.choices] == [0, 1, 2, 3]
+    assert len({choice.message.content for choice in reply.choices}) > 1
+    assert reply.usage.completion_tokens <= 16
+    end = info(server)["statistics"]["computed_prompt_tokens"]
+    computed = end - start["statistics"]["computed_prompt_tokens"]
+    assert computed <= reply.usage.prompt_tokens + 3 * start["page_size"]
+
+
 def test_old_pages_are_read_from_three_bits(server: RunningServer) -> None:
     text = essay("compression", 48)
     first = generate(server, text)

@@ -71,9 +71,10 @@ def _reply(
     chat: RenderedChat,
 ) -> dict[str, Any]:
     choices, reasoning = [], 0
+    token_bytes = renderer.token_bytes if body.logprobs else None
     for index, state in enumerate(generation.states):
         raise_if_refused(state)
-        choice, parsed = chat_choice(index, state, chat.make_parser(), bool(body.logprobs))
+        choice, parsed = chat_choice(index, state, chat.make_parser(), token_bytes)
         choices.append(choice)
         reasoning += renderer.reasoning_tokens(parsed.reasoning, state.output_ids)
     return {**envelope.wrap(choices), "usage": usage(generation.states, reasoning)}
@@ -88,8 +89,9 @@ async def _stream(
 ) -> AsyncIterator[dict[str, Any]]:
     """The chunks of one call; choices interleave."""
     policy = UsagePolicy(body)
+    token_bytes = renderer.token_bytes if body.logprobs else None
     streams = [
-        ChatStream(index, state, chat.make_parser(), bool(body.logprobs))
+        ChatStream(index, state, chat.make_parser(), token_bytes)
         for index, state in enumerate(generation.states)
     ]
 

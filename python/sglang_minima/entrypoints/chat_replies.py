@@ -6,7 +6,7 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_minima.entrypoints.openai_replies import chat_logprobs, finish_fields
+from sglang_minima.entrypoints.openai_replies import TokenBytes, chat_logprobs, finish_fields
 from sglang_minima.parsers.output import OutputParser
 from sglang_minima.parsers.pieces import (
     CallArguments,
@@ -29,9 +29,10 @@ def call_id() -> str:
 
 
 def chat_choice(
-    index: int, state: RequestState, parser: OutputParser, logprobs: bool
+    index: int, state: RequestState, parser: OutputParser, token_bytes: TokenBytes | None
 ) -> tuple[Choice, ParsedText]:
-    """A finished choice, and what its text was parsed into."""
+    """A finished choice, and what its text was parsed into; log-probabilities of tokens are part
+    of it when their bytes can be told."""
     parsed = parse_whole(parser, state.text)
     calls = [
         {
@@ -51,7 +52,9 @@ def chat_choice(
             "reasoning_content": parsed.reasoning or None,
             "tool_calls": calls or None,
         },
-        "logprobs": chat_logprobs(made.tokens, made.top) if logprobs else None,
+        "logprobs": (
+            None if token_bytes is None else chat_logprobs(made.tokens, made.top, token_bytes)
+        ),
         **_finish(state, bool(calls)),
     }
     return choice, parsed
@@ -64,7 +67,8 @@ class ChatStream:
     index: int
     state: RequestState
     parser: OutputParser
-    logprobs: bool
+    token_bytes: TokenBytes | None
+    """None: without log-probabilities."""
     parsed: ParsedText = field(default_factory=ParsedText)
     _text: int = 0
     _tokens: int = 0
@@ -98,10 +102,10 @@ class ChatStream:
 
     def _new_logprobs(self) -> dict[str, Any] | None:
         made = self.state.output_logprobs
-        if not self.logprobs or len(made.tokens) == self._tokens:
+        if self.token_bytes is None or len(made.tokens) == self._tokens:
             return None
         first, self._tokens = self._tokens, len(made.tokens)
-        return chat_logprobs(made.tokens[first:], made.top[first:])
+        return chat_logprobs(made.tokens[first:], made.top[first:], self.token_bytes)
 
 
 def _delta(piece: Piece) -> dict[str, Any]:

@@ -80,6 +80,7 @@ class ChatRenderer:
         )
         self._reasoning = reasoning_parser
         self._knows_tools = knows_tools(template)
+        self.token_bytes = tokenizer.token_bytes
         self._end_think = tokenizer.token_id(END_THINK)
 
     def render(self, chat: Conversation) -> RenderedChat:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_minima.entrypoints.openai_types import CommonBody
 from sglang_minima.entrypoints.replies import abort_error
 from sglang_minima.tokenization.state import RequestState, Triple
+
+TokenBytes = Callable[[int], bytes]
 
 
 @dataclass
@@ -107,18 +109,20 @@ def completion_logprobs(
     }
 
 
-def chat_logprobs(tokens: list[Triple], top: list[list[Triple] | None]) -> dict[str, Any]:
+def chat_logprobs(
+    tokens: list[Triple], top: list[list[Triple] | None], token_bytes: TokenBytes
+) -> dict[str, Any]:
     """The `logprobs` object of a chat completion."""
+
+    def entry(triple: Triple) -> dict[str, Any]:
+        value, token, text = triple
+        return {"token": text, "logprob": value, "bytes": list(token_bytes(token))}
+
     rows = top or [None] * len(tokens)
     return {
         "content": [
-            {**_chat_token(token), "top_logprobs": [_chat_token(other) for other in row or []]}
+            {**entry(token), "top_logprobs": [entry(other) for other in row or []]}
             for token, row in zip(tokens, rows, strict=True)
         ],
         "refusal": None,
     }
-
-
-def _chat_token(triple: Triple) -> dict[str, Any]:
-    value, _, text = triple
-    return {"token": text, "logprob": value, "bytes": list(text.encode())}

@@ -31,6 +31,18 @@ _RESERVED = frozenset(
 )
 
 
+def _byte_symbols() -> dict[str, int]:
+    """Symbol -> byte of byte-level vocabularies (GPT-2's table): printable bytes stand for
+    themselves, the others for characters from U+0100 on, in order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    symbols = {chr(byte): byte for byte in printable}
+    return symbols | {chr(0x100 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTE_SYMBOLS = _byte_symbols()
+
+
 class Tokenizer:
     """The tokenizer of a directory in Hugging Face format."""
 
@@ -145,6 +157,19 @@ class Tokenizer:
     def byte_value(self, token: int) -> int | None:
         """The byte that a byte-fallback token stands for; None for all other tokens."""
         return self._byte_values.get(token)
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that a token alone stands for; they need not be valid UTF-8."""
+        byte = self.byte_value(token)
+        if byte is not None:
+            return bytes([byte])
+        text = self.decode_each([token])[0]
+        if "\ufffd" in text:
+            # Part of a character: byte-level vocabularies write each byte as a character.
+            symbols = self._backend.id_to_token(token) or ""
+            if symbols and all(symbol in _BYTE_SYMBOLS for symbol in symbols):
+                return bytes(_BYTE_SYMBOLS[symbol] for symbol in symbols)
+        return text.encode()
 
     def apply_chat_template(
         self,
