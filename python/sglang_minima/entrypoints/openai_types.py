@@ -74,6 +74,8 @@ class CommonBody(EngineExtras, kw_only=True):
             "sampling_seed": self.seed,
         } | {name: getattr(self, name) for name in _SAME_NAME}
         if structural_tag is not None:
+            if any(getattr(self, kind) for kind in KINDS):
+                raise InvalidRequest(f"forced tool calls exclude {', '.join(KINDS)}")
             values["structural_tag"] = structural_tag
         grammar = format_grammar(self.response_format)
         try:
