@@ -1,0 +1,108 @@
+"""Which format a chat template shows; grammars of a format make what its parser reads."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from sglang_minima.parsers.formats import (
+    TOOL_FORMATS,
+    calls_grammar,
+    detect_tool_format,
+    reasoning_parser,
+)
+from sglang_minima.parsers.pieces import parse_whole
+
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "enum": ["Rome", "Oslo"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOLS: list[tuple[str, Any]] = [("weather", CITY), ('say "hi"', {"type": "object"})]
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (None, "hermes"),
+        ("{{ messages }}", "hermes"),
+        ("{% if tools %}<tool_call>{% endif %}", "hermes"),
+        ('{% if tools %}{"name": f, "parameters": {}}{% endif %}', "llama3"),
+        ("{% if tools %}Environment: ipython{% endif %}", "llama3"),
+        ("{% if tools %}[AVAILABLE_TOOLS]{% endif %}", None),
+    ],
+)
+def test_detection(template: str | None, expected: str | None) -> None:
+    found = detect_tool_format(template)
+    assert (None if found is None else found.name) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "end", "text", "content"),
+    [
+        ("qwen3", "assistant\n", "Hm</think>Yes", "Hm</think>Yes"),
+        ("qwen3", "assistant\n<think>\n", "Hm</think>Yes", "Yes"),
+        ("qwen3", "<think>\n\n</think>\n\n", "Yes", "Yes"),
+        ("deepseek-r1", "assistant\n", "Hm</think>Yes", "Yes"),
+        ("deepseek-r1", "<think></think>\n", "Yes", "Yes"),
+    ],
+)
+def test_the_prompt_tells_where_reasoning_begins(
+    name: str, end: str, text: str, content: str
+) -> None:
+    assert parse_whole(reasoning_parser(name, end), text).content == content
+
+
+def accepts(grammar: str, text: str) -> bool:
+    """Whether the whole text follows the grammar."""
+    xgrammar = pytest.importorskip("xgrammar", reason="structured output is not installed")
+    vocabulary = [bytes([byte]) for byte in range(256)] + [b"</s>"]
+    info = xgrammar.TokenizerInfo(vocabulary, stop_token_ids=[256])
+    compiled = xgrammar.GrammarCompiler(info).compile_structural_tag(grammar)
+    matcher = xgrammar.GrammarMatcher(compiled)
+    return bool(matcher.accept_string(text) and matcher.accept_token(256))
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3"])
+def test_grammar_of_forced_calls(name: str) -> None:
+    form = TOOL_FORMATS[name]
+    rome, oslo = (form.call_text("weather", {"city": city}) for city in ("Rome", "Oslo"))
+    hello = form.call_text('say "hi"', {"to": ["you", 1]})
+    several = form.separator.join([rome, hello, oslo])
+    parallel = calls_grammar(form, TOOLS, required=True, parallel=True, reasons_first=False)
+    single = calls_grammar(form, TOOLS, required=True, parallel=False, reasons_first=False)
+    for text in (rome, oslo, hello):
+        assert accepts(parallel, text)
+        assert accepts(single, text)
+    assert accepts(parallel, several)
+    assert not accepts(single, several)
+    for wrong in ("", "Well.", form.call_text("weather", {}), form.call_text("weather", {"a": 1})):
+        assert not accepts(parallel, wrong)
+    assert not accepts(parallel, form.call_text("unknown", {}))
+    parsed = parse_whole(form.parser([tool for tool, _ in TOOLS]), several)
+    assert [(call.name, json.loads(call.arguments)) for call in parsed.calls] == [
+        ("weather", {"city": "Rome"}),
+        ('say "hi"', {"to": ["you", 1]}),
+        ("weather", {"city": "Oslo"}),
+    ]
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3"])
+def test_grammar_of_strict_tools_leaves_the_choice(name: str) -> None:
+    form = TOOL_FORMATS[name]
+    grammar = calls_grammar(form, TOOLS, required=False, parallel=True, reasons_first=False)
+    rome = form.call_text("weather", {"city": "Rome"})
+    assert accepts(grammar, "Well, nothing.")
+    assert accepts(grammar, "Let me look.\n" + rome)
+    assert not accepts(grammar, form.call_text("weather", {"city": "Bonn"}))
+
+
+def test_grammar_lets_open_reasoning_end_first() -> None:
+    form = TOOL_FORMATS["qwen"]
+    grammar = calls_grammar(form, TOOLS, required=True, parallel=True, reasons_first=True)
+    rome = form.call_text("weather", {"city": "Rome"})
+    assert accepts(grammar, "Rome, then.\n</think>\n\n" + rome)
+    assert not accepts(grammar, "Rome, then.\n</think>\n\nWell.")
