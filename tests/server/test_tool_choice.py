@@ -160,7 +160,8 @@ def test_messages_with_forced_tools(server: RunningServer) -> None:
 def test_structured_output_of_messages(server: RunningServer) -> None:
     schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
     body = {
-        "max_tokens": 24,
+        "max_tokens": 64,
+        "temperature": 0,
         "messages": QUESTION,
         "output_config": {"format": {"type": "json_schema", "schema": schema}},
     }
