@@ -82,6 +82,8 @@ def test_grammar_of_forced_calls(name: str) -> None:
     for wrong in ("", "Well.", form.call_text("weather", {}), form.call_text("weather", {"a": 1})):
         assert not accepts(parallel, wrong)
     assert not accepts(parallel, form.call_text("unknown", {}))
+    assert accepts(parallel, rome.replace('"city"', ' \n  "city"'))
+    assert not accepts(parallel, rome.replace('"city"', " " * 100 + '"city"'))
     parsed = parse_whole(form.parser([tool for tool, _ in TOOLS]), several)
     assert [(call.name, json.loads(call.arguments)) for call in parsed.calls] == [
         ("weather", {"city": "Rome"}),
