@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from sglang_minima.parsers.pieces import Parser
 from sglang_minima.parsers.reasoning import END_THINK, THINK, ReasoningParser
@@ -13,9 +13,6 @@ from sglang_minima.parsers.tool_calls import HermesParser, Llama3Parser
 
 _MAX_SPACE = 8
 """White space between two parts of forced arguments: a weak model would write nothing else."""
-
-ToolFormatName = Literal["hermes", "qwen", "llama3"]
-ReasoningFormatName = Literal["deepseek-r1", "qwen3"]
 
 
 @dataclass(frozen=True)
