@@ -49,7 +49,8 @@ class ControlRequest(msgspec.Struct, tag=True, array_like=True):
 
     id: str
     method: str
-    """"flush_cache", "info", "load", "check" (of all invariants, between two steps) or "ping"."""
+    """"flush_cache", "info", "load", "check" (of all invariants, between two steps), "ping", or for
+    the dashboard "survey" (of the tree; answered when it is complete) or "probe" (of a prompt)."""
     arguments: dict[str, Any] = {}
 
 

@@ -9,6 +9,7 @@ from minima_radix.checker import check
 from minima_radix.conversions import Conversion
 from minima_radix.counters import LifecycleCounters
 from minima_radix.eviction import POLICIES
+from minima_radix.inspection import Trace, TreeWalk, Visit, trace
 from minima_radix.lifecycle import Admission, PageLifecycle, Sealed
 from minima_radix.node import Node
 from minima_radix.pool import PagePool, PageReferences, PoolStats, ReadLease
@@ -50,6 +51,10 @@ __all__ = [
     "ReferenceKind",
     "RequestTable",
     "Sealed",
+    "Trace",
+    "TreeWalk",
+    "Visit",
     "check",
     "choose_slab_granules",
+    "trace",
 ]

@@ -22,7 +22,7 @@ from sglang_minima.cache.controller import TierController
 from sglang_minima.scheduler.request import Request
 from sglang_minima.server_args import ServerArgs
 
-_MIN_COPY_TOKENS = 4
+MIN_COPY_TOKENS = 4
 """Copy-on-write touches every layer of a page; below this recomputing the tokens is cheaper."""
 
 
@@ -135,7 +135,7 @@ class PrefixCache:
         if admission.partial_page is not None:
             copied = 0
             # In deterministic mode chunks start where pages start, whatever is cached.
-            if not self.deterministic and admission.partial_tokens >= _MIN_COPY_TOKENS:
+            if not self.deterministic and admission.partial_tokens >= MIN_COPY_TOKENS:
                 copied = self._copy_on_write(
                     request, admission.partial_page, admission.partial_tokens
                 )

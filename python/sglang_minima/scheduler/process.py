@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from array import array
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -11,12 +12,13 @@ from minima_kernels.allocator import keep_freed_memory
 from minima_kernels.cpu.library import current_level
 from minima_kernels.cpu.route import fallback_reason
 from minima_kernels.routes import ROUTES
-from minima_radix import check
+from minima_radix import Namespace, check
 from sglang_minima import __version__
 from sglang_minima.cache.accounting import report
 from sglang_minima.cache.arena import KVArena
 from sglang_minima.cache.prefix_cache import PrefixCache
 from sglang_minima.cache.profile import build_profile
+from sglang_minima.cache.survey import Surveys, describe_match
 from sglang_minima.channels import Addresses, Receiver, Sender
 from sglang_minima.grammar.loader import GrammarLoader
 from sglang_minima.messages import (
@@ -59,6 +61,7 @@ class SchedulerProcess:
         self.arena = KVArena.allocate(args, geometry, profile, self.runner.device)
         self.runner.attach(self.arena)
         self.cache = PrefixCache(args, self.arena)
+        self._surveys = Surveys(self.cache)
         tokenizer = Tokenizer.load(args.tokenizer_path or str(model_dir))
         self._receiver: Receiver[ToScheduler] = Receiver(addresses.scheduler, ToScheduler)
         self._detokenizer = Sender(addresses.detokenizer)
@@ -81,9 +84,10 @@ class SchedulerProcess:
             else:
                 # Without progress the backlog waits for room: looking at once would only spin.
                 converting = progress and self.cache.controller.due
-                message = self._receiver.receive(0 if converting else _IDLE_WAIT)
+                looking = converting or self._surveys.active
+                message = self._receiver.receive(0 if looking else _IDLE_WAIT)
                 messages = [] if message is None else [message, *self._receiver.drain()]
-                if not (messages or converting or checked):
+                if not (messages or looking or checked):
                     # Only after a quiet moment: the next turn of a chat must not wait for it.
                     forget_old_objects()
                     tree = self.cache.tree
@@ -95,6 +99,8 @@ class SchedulerProcess:
             if self.scheduler.busy:
                 checked = False
             progress = self.scheduler.step()
+            for reply_to, survey in self._surveys.advance():
+                self._frontend.send(ControlReply(reply_to, True, survey))
 
     def _handle(self, message: ToScheduler) -> None:
         if isinstance(message, GenerateRequest):
@@ -105,13 +111,16 @@ class SchedulerProcess:
         elif isinstance(message, AbortRequest):
             self.scheduler.abort(message.rid)
         elif isinstance(message, ControlRequest):
-            self._frontend.send(self._control(message))
+            reply = self._control(message)
+            if reply is not None:
+                self._frontend.send(reply)
 
     def _reject(self, message: GenerateRequest, reason: str) -> None:
         finish = FinishReason("abort", message=reason, status_code=400)
         self._send_outputs([TokenOutput(message.rid, [], finish, len(message.input_ids), 0, 0)])
 
-    def _control(self, message: ControlRequest) -> ControlReply:
+    def _control(self, message: ControlRequest) -> ControlReply | None:
+        """The answer to a control message; None when it comes later."""
         if message.method == "ping":
             return ControlReply(message.id, True, time.time())
         if message.method == "info":
@@ -125,7 +134,21 @@ class SchedulerProcess:
         if message.method == "check":
             problem = self._find_problem()
             return ControlReply(message.id, problem is None, problem)
+        if message.method in ("survey", "probe"):
+            try:
+                return self._inspect(message)
+            except ValueError as error:
+                return ControlReply(message.id, False, str(error))
         return ControlReply(message.id, False, f"unknown control method {message.method!r}")
+
+    def _inspect(self, message: ControlRequest) -> ControlReply | None:
+        if message.method == "survey":
+            self._surveys.ask(message.id)
+            return None
+        arguments = message.arguments
+        namespace = Namespace(arguments["salt"], None, self.cache.profile.name)
+        found = describe_match(self.cache, namespace, array("i", arguments["input_ids"]))
+        return ControlReply(message.id, True, found)
 
     def _find_problem(self) -> str | None:
         try:

@@ -1,0 +1,186 @@
+"""What the dashboard sees of the cache: a survey of the whole tree, and the path of one prompt.
+
+A survey goes on between steps, a bounded number of nodes at a time, so that no request waits for
+it; everybody who asks meanwhile gets the same one. It holds counts, times and hashes, no tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from minima_radix import Namespace, Node, RadixTree, TreeWalk, Visit, trace
+from sglang_minima.cache.prefix_cache import MIN_COPY_TOKENS, PrefixCache
+
+MAX_NODES = 200_000
+NODES_PER_STEP = 256
+"""Costs less than half a millisecond."""
+
+NO_TREE = "the server shares no prefixes (--disable-radix-cache)"
+
+
+class Surveys:
+    """Answers everybody who wants a survey of the tree, with as few walks as possible."""
+
+    def __init__(self, cache: PrefixCache) -> None:
+        self._cache = cache
+        self._survey: _Survey | None = None
+        self._asked: list[str] = []
+
+    @property
+    def active(self) -> bool:
+        """Whether there is work left to do."""
+        return self._survey is not None
+
+    def ask(self, reply_to: str) -> None:
+        """Notes that somebody waits for a survey.
+
+        Raises:
+            ValueError: there is no tree.
+        """
+        if self._cache.tree is None:
+            raise ValueError(NO_TREE)
+        self._asked.append(reply_to)
+        if self._survey is None:
+            self._survey = _Survey(self._cache, self._cache.tree)
+
+    def advance(self) -> list[tuple[str, dict[str, Any]]]:
+        """Visits some more nodes; the answers (to whom, what) when the survey is complete."""
+        if self._survey is None or not self._survey.advance(NODES_PER_STEP):
+            return []
+        result, asked = self._survey.result(), self._asked
+        self._survey, self._asked = None, []
+        return [(reply_to, result) for reply_to in asked]
+
+
+class _Survey:
+    """Columns of numbers, one row a node, parents before children."""
+
+    def __init__(self, cache: PrefixCache, tree: RadixTree) -> None:
+        self._cache = cache
+        self._tree = tree
+        self._walk = TreeWalk(tree, MAX_NODES)
+        self._started = time.monotonic()
+        self._namespaces: list[dict[str, Any]] = []
+        self._ids = array("q")
+        self._used = array("d")
+        self._columns = {
+            name: array("i")
+            for name in ("parent", "depth", "start", "pages", "anchor", "stale", "hits", "locks")
+        }
+
+    def advance(self, budget: int) -> bool:
+        """Visits some more nodes; True when all have been."""
+        visits = self._walk.advance(budget)
+        columns = self._columns
+        anchors = self._cache.profile.anchor_pages
+        for node, parent, depth in visits:
+            pages = len(node.pages)
+            if parent < 0:
+                self._namespaces.append(_named(node.namespace, len(self._namespaces)))
+            self._ids.append(self._identity(node, parent))
+            self._used.append(node.last_access)
+            columns["parent"].append(parent)
+            columns["depth"].append(depth)
+            columns["start"].append(node.start)
+            columns["pages"].append(pages)
+            columns["anchor"].append(min(max(anchors - node.start, 0), pages))
+            columns["hits"].append(min(node.hits, 2**31 - 1))
+            columns["locks"].append(min(node.lock_count, 2**31 - 1))
+        columns["stale"].extend(self._stale(visits))
+        return self._walk.done
+
+    def result(self) -> dict[str, Any]:
+        """The survey as a message: little-endian columns, and what they need to be understood."""
+        cache, now = self._cache, time.monotonic()
+        geometry = cache.arena.geometry
+        used = np.frombuffer(self._used)
+        idle = np.where(used > 0, now - used, np.float64(now - self._started))
+        return {
+            "page_size": cache.page_size,
+            "page_bytes": {
+                "recent": cache.profile.recent.bytes_per_page(geometry),
+                "stale": cache.profile.stale.bytes_per_page(geometry),
+            },
+            "pages_in_tree": self._tree.total_pages,
+            "seconds": now - self._started,
+            "namespaces": self._namespaces,
+            "id": self._ids.tobytes(),
+            "idle": idle.astype(np.float32).tobytes(),
+            **{name: column.tobytes() for name, column in self._columns.items()},
+        }
+
+    def _identity(self, node: Node, parent: int) -> int:
+        """A number that stays the same from survey to survey, and tells nobody the tokens.
+
+        Python's hashes of bytes are keyed with a secret of the process.
+        """
+        if parent < 0:
+            return hash(node.namespace)
+        return hash((self._ids[parent], bytes(node.key[: self._tree.page_size * 4])))
+
+    def _stale(self, visits: Sequence[Visit]) -> list[int]:
+        """Stale pages of each node."""
+        if not self._cache.profile.compresses:
+            return [0] * len(visits)
+        pages = array("q")
+        for visit in visits:
+            pages += visit.node.pages
+        kinds = self._cache.kind_indices(np.frombuffer(pages, dtype=np.int64))
+        owners = np.repeat(np.arange(len(visits)), [len(visit.node.pages) for visit in visits])
+        counts: list[int] = np.bincount(owners[kinds == 1], minlength=len(visits)).tolist()
+        return counts
+
+
+def _named(namespace: Namespace, index: int) -> dict[str, Any]:
+    # The salt is a tenant's secret: it is not shown.
+    return {
+        "name": "shared" if namespace.salt is None else f"tenant {index + 1}",
+        "lora": namespace.lora,
+    }
+
+
+def describe_match(
+    cache: PrefixCache, namespace: Namespace, tokens: Sequence[int]
+) -> dict[str, Any]:
+    """What a request with this prompt would find, page by page; takes and touches nothing.
+
+    Returns:
+        page_size, tokens, matched_tokens (whole pages), copied_tokens (of a page that the prompt
+        leaves in its middle), and pages: for each cached page its kind, tier, hits, whether a
+        live request uses it, and the number of the tree node that has it.
+
+    Raises:
+        ValueError: there is no tree.
+    """
+    if cache.tree is None:
+        raise ValueError(NO_TREE)
+    # The last token is always computed: its logits are wanted.
+    found = trace(cache.tree, namespace, tokens, len(tokens) - 1)
+    names = [kind.name for kind in cache.profile.kinds]
+    pages: list[dict[str, Any]] = []
+    for number, (node, taken) in enumerate(found.steps):
+        kinds = cache.kind_indices(np.array(node.pages[:taken], dtype=np.int64)).tolist()
+        for kind in kinds:
+            sealed = "anchor" if len(pages) < cache.profile.anchor_pages else "recent"
+            pages.append(
+                {
+                    "kind": names[kind],
+                    "tier": "stale" if kind else sealed,
+                    "hits": node.hits,
+                    "locked": node.lock_count > 0,
+                    "node": number,
+                }
+            )
+    copies = found.partial_tokens >= MIN_COPY_TOKENS and not cache.deterministic
+    return {
+        "page_size": cache.page_size,
+        "tokens": len(tokens),
+        "matched_tokens": len(pages) * cache.page_size,
+        "copied_tokens": found.partial_tokens if copies else 0,
+        "pages": pages,
+    }

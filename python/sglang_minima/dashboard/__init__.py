@@ -1,0 +1,1 @@
+"""The dashboard: a page that shows the cache live, and the JSON routes that it reads."""
