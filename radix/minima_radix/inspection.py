@@ -85,6 +85,11 @@ class TreeWalk:
         """Whether there is nothing left to visit."""
         return not self._waiting or len(self._visits) >= self._max_nodes
 
+    @property
+    def complete(self) -> bool:
+        """Whether the walk has come to everything, not only to its limit."""
+        return not self._waiting
+
     def advance(self, budget: int) -> list[Visit]:
         """Goes on until `budget` is used up: a node costs 1, and 1 more for every 64 pages."""
         visits: list[Visit] = []

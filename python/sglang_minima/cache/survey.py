@@ -82,7 +82,7 @@ class _Survey:
             pages = len(node.pages)
             if parent < 0:
                 self._namespaces.append(_named(node.namespace, len(self._namespaces)))
-            self._ids.append(self._identity(node, parent))
+            self._ids.append(_identity(node, None if parent < 0 else self._ids[parent]))
             self._used.append(node.last_access)
             columns["parent"].append(parent)
             columns["depth"].append(depth)
@@ -106,6 +106,7 @@ class _Survey:
                 "recent": cache.profile.recent.bytes_per_page(geometry),
                 "stale": cache.profile.stale.bytes_per_page(geometry),
             },
+            "complete": self._walk.complete,
             "pages_in_tree": self._tree.total_pages,
             "seconds": now - self._started,
             "namespaces": self._namespaces,
@@ -113,15 +114,6 @@ class _Survey:
             "idle": idle.astype(np.float32).tobytes(),
             **{name: column.tobytes() for name, column in self._columns.items()},
         }
-
-    def _identity(self, node: Node, parent: int) -> int:
-        """A number that stays the same from survey to survey, and tells nobody the tokens.
-
-        Python's hashes of bytes are keyed with a secret of the process.
-        """
-        if parent < 0:
-            return hash(node.namespace)
-        return hash((self._ids[parent], bytes(node.key[: self._tree.page_size * 4])))
 
     def _stale(self, visits: Sequence[Visit]) -> list[int]:
         """Stale pages of each node."""
@@ -136,10 +128,28 @@ class _Survey:
         return counts
 
 
+def _identity(node: Node, above: int | None) -> int:
+    """A number that stays the same from survey to survey, and tells nobody the tokens.
+
+    Python's hashes of strings and bytes are keyed with a secret of the process.
+
+    Args:
+        node: the root of a namespace, or a node with pages.
+        above: the number of its parent; None for a root.
+    """
+    if above is None:
+        return hash(node.namespace)
+    return hash((above, bytes(node.key[: len(node.key) // len(node.pages)])))
+
+
+def _hex(identity: int) -> str:
+    return f"{identity & 0xFFFFFFFFFFFFFFFF:016x}"
+
+
 def _named(namespace: Namespace, index: int) -> dict[str, Any]:
     # The salt is a tenant's secret: it is not shown.
     return {
-        "name": "shared" if namespace.salt is None else f"tenant {index + 1}",
+        "name": "default namespace" if namespace.salt is None else f"tenant {index + 1}",
         "lora": namespace.lora,
     }
 
@@ -151,8 +161,9 @@ def describe_match(
 
     Returns:
         page_size, tokens, matched_tokens (whole pages), copied_tokens (of a page that the prompt
-        leaves in its middle), and pages: for each cached page its kind, tier, hits, whether a
-        live request uses it, and the number of the tree node that has it.
+        leaves in its middle), path (the ids of the tree nodes on the way, the root first), and
+        pages: for each cached page its kind, tier, hits, whether a live request uses it, and
+        which node of the path has it.
 
     Raises:
         ValueError: there is no tree.
@@ -163,7 +174,11 @@ def describe_match(
     found = trace(cache.tree, namespace, tokens, len(tokens) - 1)
     names = [kind.name for kind in cache.profile.kinds]
     pages: list[dict[str, Any]] = []
-    for number, (node, taken) in enumerate(found.steps):
+    identity = hash(namespace)
+    path = [_hex(identity)]
+    for number, (node, taken) in enumerate(found.steps, 1):
+        identity = _identity(node, identity)
+        path.append(_hex(identity))
         kinds = cache.kind_indices(np.array(node.pages[:taken], dtype=np.int64)).tolist()
         for kind in kinds:
             sealed = "anchor" if len(pages) < cache.profile.anchor_pages else "recent"
@@ -182,5 +197,6 @@ def describe_match(
         "tokens": len(tokens),
         "matched_tokens": len(pages) * cache.page_size,
         "copied_tokens": found.partial_tokens if copies else 0,
+        "path": path,
         "pages": pages,
     }

@@ -10,6 +10,9 @@ from sglang_minima.entrypoints.errors import HttpError
 from sglang_minima.tokenization.manager import TokenizerManager
 
 _MIN_AGE = 2.0
+_STALE = 8.0
+_PATIENCE = 20.0
+"""Seconds to wait for a survey."""
 _REST = 4.0
 """A survey may begin when the last one is older than this many times what it took."""
 
@@ -23,7 +26,8 @@ class TreeFeed:
         self._refresh: asyncio.Task[None] | None = None
 
     async def latest(self) -> TreeSnapshot:
-        """The latest survey; waits only when there is none. An old one is renewed meanwhile.
+        """The latest survey. One that is not quite new is renewed meanwhile; without any, or with
+        a very old one, this waits for the next.
 
         Raises:
             HttpError: 404, the server has no tree.
@@ -36,9 +40,14 @@ class TreeFeed:
             self._refresh = asyncio.get_running_loop().create_task(self._renew())
             # Nobody may be waiting for it: an error shows when the next one asks.
             self._refresh.add_done_callback(lambda task: task.cancelled() or task.exception())
-        if snapshot is None:
+        if snapshot is None or time.monotonic() - snapshot.taken > _STALE:
             assert self._refresh is not None
-            await asyncio.shield(self._refresh)
+            try:
+                await asyncio.wait_for(asyncio.shield(self._refresh), _PATIENCE)
+            except TimeoutError:
+                # A scheduler with very long steps: better the last tree than none.
+                if snapshot is None:
+                    raise
             snapshot = self._latest
             assert snapshot is not None
         return snapshot

@@ -26,7 +26,7 @@ class Quantiles(NamedTuple):
 
     p50: float | None
     p95: float | None
-    count: int
+    requests: int
 
 
 class LatencyWindow:

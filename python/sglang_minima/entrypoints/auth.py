@@ -6,10 +6,11 @@ import hmac
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from sglang_minima.dashboard.assets import PATHS
 from sglang_minima.entrypoints.errors import HttpError, anthropic_error, json_response
 
-OPEN_PATHS = frozenset({"/health", "/health_generate", "/metrics"})
-"""Probes and scrapers come without a key."""
+OPEN_PATHS = frozenset({"/health", "/health_generate", "/metrics"}) | PATHS
+"""Probes and scrapers come without a key; so does the dashboard's page, which then asks for it."""
 
 
 class KeyAuth:

@@ -15,6 +15,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from sglang_minima.dashboard.history import LatencyWindow
+from sglang_minima.dashboard.routes import Dashboard
 from sglang_minima.entrypoints.anthropic_api import add_anthropic_routes
 from sglang_minima.entrypoints.auth import KeyAuth
 from sglang_minima.entrypoints.chat_api import add_chat_route
@@ -101,6 +103,7 @@ class HttpServer:
         self._tokenizer = tokenizer
         self._limits = ModelLimits.from_info(status.model_info)
         self._metrics = ServerMetrics(status.model_name)
+        self._latency = LatencyWindow()
         self._status = status
         self._death: str | None = None
         config = uvicorn.Config(
@@ -155,6 +158,8 @@ class HttpServer:
         add_chat_route(app, manager, renderer, name)
         add_anthropic_routes(app, manager, renderer, name, page_size)
         add_tokenize_routes(app, manager, renderer)
+        dashboard = Dashboard(manager, self._status, self._latency)
+        dashboard.add_routes(app)
 
         def died(reason: str) -> None:
             self._death = self._death or reason
@@ -171,10 +176,11 @@ class HttpServer:
             self._group.unwatch(loop)
             warmup.cancel()
             await asyncio.gather(warmup, return_exceptions=True)
+            await dashboard.close()
             await manager.close()
 
     def _observers(self) -> list[RequestObserver]:
-        observers: list[RequestObserver] = [self._metrics]
+        observers: list[RequestObserver] = [self._metrics, self._latency]
         if self._args.log_requests:
             observers.append(RequestLog(self._args.log_requests_level, self._tokenizer))
         return observers

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, TypeVar
 
 import msgspec
@@ -99,6 +100,10 @@ class TokenizerManager:
     def num_running(self) -> int:
         """Sequences sent to the scheduler that have not finished."""
         return len(self._running)
+
+    def states(self, limit: int) -> list[RequestState]:
+        """Up to `limit` of these sequences, those that came first."""
+        return [state for state, _ in islice(self._running.values(), limit)]
 
     async def submit(self, prompts: list[PromptInput], group: str | None = None) -> Generation:
         """Sends the prompts of one call to the scheduler.
