@@ -75,7 +75,7 @@ class TreeWalk:
 
     def __init__(self, tree: RadixTree, max_nodes: int) -> None:
         self._roots = set(tree._roots.values())
-        self._waiting = deque(self._roots)
+        self._waiting = deque(tree._roots.values())
         self._visits: dict[Node, int] = {}
         self._depths: list[int] = []
         self._max_nodes = max_nodes

@@ -48,5 +48,5 @@ export function mix(from, to, amount) {
 // Black or white, whichever reads better on the colour.
 export function inkOn(background) {
   const [r, g, b] = [1, 3, 5].map((at) => (parseInt(background.slice(at, at + 2), 16) / 255) ** 2.2);
-  return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.3 ? "#10151a" : "#ffffff";
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.18 ? "#10151a" : "#ffffff";
 }

@@ -2,7 +2,7 @@
 
 export const ROW = 34; // the least height of a row
 const TALL = 54;
-const BUNDLE = 24; // pixels of a run of children that are put together
+const BUNDLE = 40; // pixels of a run of children that are put together
 const THIN = 3; // pixels: thinner blocks are put together
 
 export function sizeOf(pages, pageBytes) {
