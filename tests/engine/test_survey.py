@@ -18,7 +18,7 @@ from sglang_minima.cache.accounting import report
 from sglang_minima.cache.arena import KVArena
 from sglang_minima.cache.prefix_cache import PrefixCache
 from sglang_minima.cache.profile import build_profile
-from sglang_minima.cache.survey import NODES_PER_STEP, Surveys, describe_match
+from sglang_minima.cache.survey import MAX_NODES_AT_ONCE, MIN_NODES, Surveys, describe_match
 from sglang_minima.runner.model_runner import ModelRunner
 from sglang_minima.server_args import ServerArgs
 
@@ -148,13 +148,18 @@ def test_survey_of_50_000_nodes_is_cut_into_bounded_steps(monkeypatch: pytest.Mo
     cache = PrefixCache(args, KVArena(torch.zeros(size, dtype=torch.uint8), geometry, profile))
     tree = cache.tree
     assert tree is not None
-    trunk = tree.insert(MINIMA, None, [1] * 4, [0]).node
     for i in range(1, 50_000):
-        tree.insert(MINIMA, trunk, [2, 3, 4, i], [i])
+        tree.insert(MINIMA, None, [1, 1, 1, 1, 2, 3, 4, i], [0, i])
     survey = take(Surveys(cache))
     assert len(column(survey, "id")) == sum(visits) == 50_001
-    assert max(visits) <= NODES_PER_STEP
-    assert len(visits) == -(-50_001 // NODES_PER_STEP)
+    assert max(visits) <= MIN_NODES
+    assert len(visits) == -(-50_001 // MIN_NODES)
+    # After a long step it may be more, in proportion, and never more than that:
+    surveys = Surveys(cache)
+    surveys.ask("me")
+    for step_seconds, most in ((0.02, 100), (0.1, 500), (60.0, MAX_NODES_AT_ONCE)):
+        surveys.advance(step_seconds)
+        assert visits[-1] == most
 
 
 def test_scraping_walks_over_no_node(

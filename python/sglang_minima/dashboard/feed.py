@@ -11,6 +11,7 @@ from sglang_minima.tokenization.manager import TokenizerManager
 
 _MIN_AGE = 2.0
 _STALE = 8.0
+_LONGEST = 120.0
 _PATIENCE = 20.0
 """Seconds to wait for a survey."""
 _REST = 4.0
@@ -61,7 +62,7 @@ class TreeFeed:
         return time.monotonic() - snapshot.taken > max(_MIN_AGE, _REST * snapshot.seconds)
 
     async def _renew(self) -> None:
-        reply = await self._manager.control("survey")
+        reply = await self._manager.control("survey", timeout=_LONGEST)
         if not reply.ok:
             raise HttpError(404, str(reply.value))
         taken = time.monotonic()

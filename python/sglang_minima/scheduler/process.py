@@ -98,9 +98,11 @@ class SchedulerProcess:
                 self._handle(message)
             if self.scheduler.busy:
                 checked = False
+            began = time.perf_counter()
             progress = self.scheduler.step()
-            for reply_to, survey in self._surveys.advance():
-                self._frontend.send(ControlReply(reply_to, True, survey))
+            if self._surveys.active:
+                for reply_to, survey in self._surveys.advance(time.perf_counter() - began):
+                    self._frontend.send(ControlReply(reply_to, True, survey))
 
     def _handle(self, message: ToScheduler) -> None:
         if isinstance(message, GenerateRequest):
