@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy as np
+
 from minima_radix import LifecycleCounters
 from sglang_minima.channels import Addresses, Receiver, Sender
 from sglang_minima.messages import (
@@ -33,6 +35,38 @@ from sglang_minima.tokenization.tokenizer import Tokenizer
 CONTEXT_LENGTH = 512
 MAX_TOTAL_TOKENS = 400
 CACHED_TOKENS = 2
+
+
+def large_survey() -> dict[str, Any]:
+    """A tree of 50,000 nodes for the dashboard: 40 branches that fork, one of 20,000 leaves."""
+    parents = [-1, *[0] * 40]
+    parents += [1 + int(40 * (i / 29_959) ** 2) for i in range(29_959)]
+    parents += [1] * 20_001
+    depth = np.minimum(np.arange(len(parents)), 41)
+    depth = np.where(depth == 0, 0, np.where(depth <= 40, 1, 2))
+    pages = np.array([0, *[12] * 40, *[2] * (len(parents) - 41)])
+    stale = np.where(np.arange(len(parents)) % 3 == 0, 0, pages // 2)
+    columns = {
+        "parent": parents,
+        "depth": depth,
+        "start": np.maximum(depth - 1, 0) * 12,
+        "pages": pages,
+        "anchor": np.minimum(pages, 1) * (depth == 1),
+        "stale": stale,
+        "hits": np.arange(len(parents)) % 90,
+        "locks": np.arange(len(parents)) % 7 == 0,
+    }
+    return {
+        "page_size": 16,
+        "page_bytes": {"recent": 200, "stale": 90},
+        "pages_in_tree": int(pages.sum()),
+        "complete": True,
+        "seconds": 0.2,
+        "namespaces": [{"name": "default namespace", "lora": None}],
+        "id": np.arange(len(parents), dtype="<i8").tobytes(),
+        "idle": np.linspace(0, 3600, len(parents), dtype="<f4").tobytes(),
+        **{name: np.asarray(values, dtype="<i4").tobytes() for name, values in columns.items()},
+    }
 
 
 @dataclass
@@ -183,6 +217,8 @@ class FakeScheduler:
             return ControlReply(message.id, True, self.live_info())
         if message.method == "load":
             return ControlReply(message.id, True, self.load())
+        if message.method == "survey":
+            return ControlReply(message.id, True, large_survey())
         if message.method == "check":
             return ControlReply(message.id, not self.running, "a page is held by a request")
         return ControlReply(message.id, not self.running)

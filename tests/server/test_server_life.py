@@ -80,6 +80,15 @@ def test_key(strict: RunningServer) -> None:
     assert strict.get("/server_info", headers=KEY).json()["api_key"] == "***"
 
 
+def test_dashboard_shows_its_data_with_the_key_only(strict: RunningServer) -> None:
+    for path in ("", "/main.js", "/style.css"):
+        assert strict.get(f"/dashboard{path}").status_code == 200
+    for path in ("state", "tree"):
+        assert strict.get(f"/dashboard/api/{path}").status_code == 401
+        assert strict.get(f"/dashboard/api/{path}", headers=KEY).status_code == 200
+    assert strict.post("/dashboard/api/probe", {"text": "abc"}).status_code == 401
+
+
 def test_queue_full_abort_and_busy_flush(strict: RunningServer) -> None:
     replies: dict[str, requests.Response] = {}
 
