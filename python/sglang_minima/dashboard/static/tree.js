@@ -262,7 +262,7 @@ export async function refreshTree() {
   tree = answer;
   const unseen = tree.unseen_pages > 0 ? `, ${plural(tree.unseen_pages, "page")} not surveyed` : "";
   document.getElementById("tree-about").textContent =
-    `${plural(tree.total_nodes, "node")}${unseen}; as it was ${seconds(tree.age)} ago`;
+    `${plural(tree.total_nodes, "node")}${unseen}; ${tree.age < 1 ? "as it is now" : `as it was ${seconds(tree.age)} ago`}`;
   repaint();
   canvas.setAttribute("aria-label", `Radix tree: ${describe(blocks[0])}`);
   crumbs();
