@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 
+from sglang_minima.grammar.spec import Grammar
 from sglang_minima.parsers.formats import (
     TOOL_FORMATS,
+    after_reasoning,
+    begins_with_reasoning,
     calls_grammar,
     detect_tool_format,
-    reasoning_parser,
 )
 from sglang_minima.parsers.pieces import parse_whole
+from sglang_minima.parsers.reasoning import ReasoningParser
 
 CITY = {
     "type": "object",
@@ -53,7 +56,8 @@ def test_detection(template: str | None, expected: str | None) -> None:
 def test_the_prompt_tells_where_reasoning_begins(
     name: str, end: str, text: str, content: str
 ) -> None:
-    assert parse_whole(reasoning_parser(name, end), text).content == content
+    parser = ReasoningParser(begins_with_reasoning(name, end))
+    assert parse_whole(parser, text).content == content
 
 
 def accepts(grammar: str, text: str) -> bool:
@@ -72,8 +76,8 @@ def test_grammar_of_forced_calls(name: str) -> None:
     rome, oslo = (form.call_text("weather", {"city": city}) for city in ("Rome", "Oslo"))
     hello = form.call_text('say "hi"', {"to": ["you", 1]})
     several = form.separator.join([rome, hello, oslo])
-    parallel = calls_grammar(form, TOOLS, required=True, parallel=True, reasons_first=False)
-    single = calls_grammar(form, TOOLS, required=True, parallel=False, reasons_first=False)
+    parallel = calls_grammar(form, TOOLS, required=True, parallel=True)
+    single = calls_grammar(form, TOOLS, required=True, parallel=False)
     for text in (rome, oslo, hello):
         assert accepts(parallel, text)
         assert accepts(single, text)
@@ -95,16 +99,33 @@ def test_grammar_of_forced_calls(name: str) -> None:
 @pytest.mark.parametrize("name", ["hermes", "llama3"])
 def test_grammar_of_strict_tools_leaves_the_choice(name: str) -> None:
     form = TOOL_FORMATS[name]
-    grammar = calls_grammar(form, TOOLS, required=False, parallel=True, reasons_first=False)
+    grammar = calls_grammar(form, TOOLS, required=False, parallel=True)
     rome = form.call_text("weather", {"city": "Rome"})
     assert accepts(grammar, "Well, nothing.")
     assert accepts(grammar, "Let me look.\n" + rome)
     assert not accepts(grammar, form.call_text("weather", {"city": "Bonn"}))
 
 
-def test_grammar_lets_open_reasoning_end_first() -> None:
+def test_calls_may_follow_reasoning() -> None:
     form = TOOL_FORMATS["qwen"]
-    grammar = calls_grammar(form, TOOLS, required=True, parallel=True, reasons_first=True)
+    calls = Grammar.structural_tag(calls_grammar(form, TOOLS, required=True, parallel=True))
+    grammar = after_reasoning(calls).text
     rome = form.call_text("weather", {"city": "Rome"})
-    assert accepts(grammar, "Rome, then.\n</think>\n\n" + rome)
+    for space in ("", "\n", "\n\n"):
+        assert accepts(grammar, f"Rome, then.\n</think>{space}{rome}")
     assert not accepts(grammar, "Rome, then.\n</think>\n\nWell.")
+    assert not accepts(grammar, "Rome, then.\n" + rome)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "good", "bad"),
+    [
+        ("json_schema", json.dumps(CITY), '{"city": "Oslo"}', "{}"),
+        ("regex", "[a-c]+", "abc", "abd"),
+        ("ebnf", 'root ::= "yes" | "no"', "no", "maybe"),
+    ],
+)
+def test_other_grammars_may_follow_reasoning(kind: Any, text: str, good: str, bad: str) -> None:
+    grammar = after_reasoning(Grammar.make(kind, text)).text
+    assert accepts(grammar, "Hm.</think>\n\n" + good)
+    assert not accepts(grammar, "Hm.</think>\n\n" + bad)

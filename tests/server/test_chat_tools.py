@@ -178,6 +178,12 @@ def test_reasoning(client: openai.OpenAI) -> None:
     assert (seen["reasoning"], seen["content"]) == ("Hm, weather.", "Look:")
     assert [name for _, name, _ in seen["calls"]] == ["weather"]
     assert seen["usage"].reasoning_tokens == len("Hm, weather.")
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    counts = [chunk.usage for chunk in ask(client, script, stream=True, stream_options=options)]
+    assert [count.reasoning_tokens for count in counts] == sorted(
+        count.reasoning_tokens for count in counts
+    )
+    assert counts[-1] == seen["usage"]
 
 
 def test_reasoning_can_stay_in_the_content(client: openai.OpenAI) -> None:

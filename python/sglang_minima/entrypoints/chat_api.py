@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -48,6 +49,7 @@ def add_chat_route(
         body.sampling(body.output_limit(), vocab_size)  # cheap, and tells before the work
         chat = await render_chat(manager, renderer, body.conversation(vocab_size))
         sampling = body.sampling(body.output_limit(), vocab_size, chat.structural_tag)
+        sampling = chat.let_reason(sampling)
         request_id = body.request_id("chatcmpl", uuid.uuid4().hex)
         top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         inputs = [body.prompt_input(chat.prompt, request_id, sampling, top_logprobs)]
@@ -103,7 +105,7 @@ async def _stream(
         raise_if_refused(stream.state)
         for choice in stream.advance():
             chunk = envelope.wrap([choice])
-            policy.add_to(chunk, stream.state, reasoning_tokens(stream))
+            policy.add_to(chunk, stream.state, partial(reasoning_tokens, stream))
             yield chunk
     if policy.at_end:
         reasoning = sum(reasoning_tokens(stream) for stream in streams)

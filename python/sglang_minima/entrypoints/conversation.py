@@ -7,18 +7,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from sglang_minima.entrypoints.chat_messages import Message, spell_out_tools
 from sglang_minima.entrypoints.tools import NO_TOOLS, Tool, ToolChoice, check_tools
 from sglang_minima.parsers.formats import (
     TOOL_FORMATS,
+    after_reasoning,
+    begins_with_reasoning,
     calls_grammar,
     detect_tool_format,
     knows_tools,
-    reasoning_parser,
 )
 from sglang_minima.parsers.output import OutputParser
-from sglang_minima.parsers.reasoning import END_THINK, THINK
-from sglang_minima.sampling_params import InvalidRequest
+from sglang_minima.parsers.reasoning import END_THINK, ReasoningParser
+from sglang_minima.sampling_params import InvalidRequest, SamplingParams
 from sglang_minima.tokenization.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -51,9 +54,21 @@ class RenderedChat:
 
     prompt: list[int]
     structural_tag: str | None
-    """The grammar of the answer."""
+    """The grammar that the tools put on the answer."""
+    reasons_first: bool
+    """The answer begins inside reasoning."""
     make_parser: Callable[[], OutputParser]
     """A parser for one answer."""
+
+    def let_reason(self, sampling: SamplingParams) -> SamplingParams:
+        """Parameters whose grammar holds behind the reasoning, if the answer begins with some."""
+        if not self.reasons_first or sampling.grammar is None:
+            return sampling
+        try:
+            grammar = after_reasoning(sampling.grammar)
+        except ValueError as error:
+            raise InvalidRequest(str(error)) from None
+        return msgspec.structs.replace(sampling, grammar=grammar)
 
 
 class ChatRenderer:
@@ -93,17 +108,18 @@ class ChatRenderer:
         tools = [] if chat.choice.mode == "none" else chat.tools
         prompt = self._prompt(chat, tools) if chat.prompt is None else chat.prompt
         end = self._tokenizer.decode(prompt[-_PROMPT_END:], skip_special_tokens=False)
+        opened = begins_with_reasoning(self._reasoning, end)
         names = [tool.name for tool in tools]
         tool_format = self.tool_format if tools else None
 
         def make_parser() -> OutputParser:
             reasoning = None
             if self._reasoning is not None and chat.split_reasoning:
-                reasoning = reasoning_parser(self._reasoning, end)
+                reasoning = ReasoningParser(opened)
             calls = None if tool_format is None else tool_format.parser(names)
             return OutputParser(reasoning, calls, None if chat.parallel else 1)
 
-        return RenderedChat(prompt, self._grammar(chat, tools, end), make_parser)
+        return RenderedChat(prompt, self._grammar(chat, tools), opened, make_parser)
 
     def reasoning_tokens(self, reasoning: str, output_ids: Sequence[int]) -> int:
         """How many output tokens were reasoning."""
@@ -136,7 +152,7 @@ class ChatRenderer:
         except (ValueError, TypeError) as error:
             raise InvalidRequest(f"the chat template refused the messages: {error}") from None
 
-    def _grammar(self, chat: Conversation, tools: list[Tool], prompt_end: str) -> str | None:
+    def _grammar(self, chat: Conversation, tools: list[Tool]) -> str | None:
         """Calls must follow the schemas where the client forces a call, or says strict."""
         required = chat.choice.mode == "required"
         if self.tool_format is None or not tools:
@@ -148,6 +164,5 @@ class ChatRenderer:
             (tool.name, tool.schema if required or tool.strict else {"type": "object"})
             for tool in wanted
         ]
-        reasons = prompt_end.rstrip().endswith(THINK)
         parallel = chat.parallel and chat.choice.name is None
-        return calls_grammar(self.tool_format, schemas, required, parallel, reasons)
+        return calls_grammar(self.tool_format, schemas, required, parallel)

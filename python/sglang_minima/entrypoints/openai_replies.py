@@ -44,10 +44,15 @@ class UsagePolicy:
         self.at_end = options is not None and bool(options.include_usage)
         self._always = options is not None and bool(options.continuous_usage_stats)
 
-    def add_to(self, chunk: dict[str, Any], state: RequestState, reasoning_tokens: int = 0) -> None:
+    def add_to(
+        self,
+        chunk: dict[str, Any],
+        state: RequestState,
+        reasoning_tokens: Callable[[], int] = lambda: 0,
+    ) -> None:
         """Adds the `usage` field of a chunk that is not the last."""
         if self._always:
-            chunk["usage"] = usage([state], reasoning_tokens)
+            chunk["usage"] = usage([state], reasoning_tokens())
         elif self.at_end:
             chunk["usage"] = None
 

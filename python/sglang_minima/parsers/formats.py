@@ -1,4 +1,4 @@
-"""Which parser reads a model's tool calls and reasoning, and the grammar that forces calls."""
+"""Formats of tool calls, where reasoning begins, and the grammars that force calls."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_minima.grammar.spec import Grammar
 from sglang_minima.parsers.pieces import Parser
-from sglang_minima.parsers.reasoning import END_THINK, THINK, ReasoningParser
+from sglang_minima.parsers.reasoning import END_THINK, THINK
 from sglang_minima.parsers.tool_calls import HermesParser, Llama3Parser
 
 _MAX_SPACE = 8
@@ -61,7 +62,7 @@ TOOL_FORMATS = {"hermes": _HERMES, "qwen": _HERMES, "llama3": _LLAMA3}
 def detect_tool_format(template: str | None) -> ToolFormat | None:
     """The format that a chat template teaches; None when it has tools in a format unknown here.
 
-    Templates that know no tools get them in Hermes' words (see `tool_prompt`).
+    Templates that know no tools get them in Hermes' words (see `spell_out_tools`).
     """
     if template is None or not knows_tools(template) or "<tool_call>" in template:
         return _HERMES
@@ -75,16 +76,15 @@ def knows_tools(template: str | None) -> bool:
     return template is not None and "tools" in template
 
 
-def reasoning_parser(name: str, prompt_end: str) -> Parser:
-    """A parser of one answer.
+def begins_with_reasoning(name: str | None, prompt_end: str) -> bool:
+    """Whether an answer is reasoning from its first character on.
 
     Args:
-        name: a reasoning format.
+        name: the model's reasoning format, None when it has none.
         prompt_end: the last text of the prompt; templates open or close the reasoning there.
     """
-    opened = prompt_end.rstrip().endswith(THINK)
-    closed = prompt_end.rstrip().endswith(END_THINK)
-    return ReasoningParser(opened or (name == "deepseek-r1" and not closed))
+    end = prompt_end.rstrip()
+    return end.endswith(THINK) or (name == "deepseek-r1" and not end.endswith(END_THINK))
 
 
 def calls_grammar(
@@ -92,7 +92,6 @@ def calls_grammar(
     tools: Sequence[tuple[str, dict[str, Any] | bool]],
     required: bool,
     parallel: bool,
-    reasons_first: bool,
 ) -> str:
     """A structural tag for answers with tool calls (JSON text).
 
@@ -101,31 +100,32 @@ def calls_grammar(
         tools: names and parameter schemas.
         required: the answer is nothing but calls, at least one; else text and calls.
         parallel: more than one call is allowed.
-        reasons_first: the answer begins inside reasoning that the prompt has opened.
     """
-    tags = [tool_format.tag(name, schema) for name, schema in tools]
-    calls: dict[str, Any]
+    calls: dict[str, Any] = {
+        "tags": [tool_format.tag(name, schema) for name, schema in tools],
+        "stop_after_first": not parallel,
+    }
     if required:
-        calls = {
-            "type": "tags_with_separator",
-            "tags": tags,
-            "separator": tool_format.separator,
-            "at_least_one": True,
-            "stop_after_first": not parallel,
-        }
+        calls |= {"type": "tags_with_separator", "separator": tool_format.separator}
+        calls["at_least_one"] = True
     else:
-        calls = {
-            "type": "triggered_tags",
-            "triggers": [tool_format.trigger],
-            "tags": tags,
-            "stop_after_first": not parallel,
-        }
-    if required and reasons_first:
-        thought = {
-            "type": "tag",
-            "begin": "",
-            "content": {"type": "any_text"},
-            "end": END_THINK + "\n\n",
-        }
-        calls = {"type": "sequence", "elements": [thought, calls]}
+        calls |= {"type": "triggered_tags", "triggers": [tool_format.trigger]}
     return json.dumps({"type": "structural_tag", "format": calls})
+
+
+def after_reasoning(grammar: Grammar) -> Grammar:
+    """A grammar for answers that begin inside reasoning and follow `grammar` behind it."""
+    answer: dict[str, Any]
+    match grammar.kind:
+        case "structural_tag":
+            answer = json.loads(grammar.text)["format"]
+        case "json_schema":
+            answer = {"type": "json_schema", "json_schema": json.loads(grammar.text)}
+        case "regex":
+            answer = {"type": "regex", "pattern": grammar.text}
+        case "ebnf":
+            answer = {"type": "grammar", "grammar": grammar.text}
+    thought = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": END_THINK}
+    space = {"type": "regex", "pattern": "\\n{0,2}"}
+    whole = {"type": "sequence", "elements": [thought, space, answer]}
+    return Grammar.structural_tag({"type": "structural_tag", "format": whole})

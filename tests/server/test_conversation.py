@@ -1,0 +1,120 @@
+"""From a conversation to a prompt, with a chat template that knows tools and reasoning."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_minima.entrypoints.chat_messages import check_messages
+from sglang_minima.entrypoints.conversation import ChatRenderer, Conversation
+from sglang_minima.entrypoints.tools import ToolChoice, openai_tools
+from sglang_minima.grammar.spec import Grammar
+from sglang_minima.parsers.pieces import ParsedText, ToolCall, parse_whole
+from sglang_minima.sampling_params import InvalidRequest, SamplingParams
+from sglang_minima.tokenization.tokenizer import Tokenizer
+
+TEMPLATE = (
+    "{% if tools %}Tools (<tool_call>): {{ tools | tojson }}; {% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% for c in m.tool_calls %}[{{ c.function.name }} {{ c.function.arguments | tojson }}]"
+    "{% endfor %}; {% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% if enable_thinking %}<think>{% endif %}{% endif %}"
+)
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+USER = {"role": "user", "content": "Hi"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_dir: Path) -> Tokenizer:
+    return Tokenizer.load(model_dir, TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def renderer(tokenizer: Tokenizer) -> ChatRenderer:
+    return ChatRenderer(tokenizer, reasoning_parser="qwen3")
+
+
+def prompt_of(renderer: ChatRenderer, tokenizer: Tokenizer, chat: Conversation) -> str:
+    return tokenizer.decode(renderer.render(chat).prompt, skip_special_tokens=False)
+
+
+def test_tools_and_calls_reach_the_template(renderer: ChatRenderer, tokenizer: Tokenizer) -> None:
+    function = {"name": "weather", "arguments": '{"city": "Rome"}'}
+    messages: list[dict[str, Any]] = [
+        USER,
+        # As clients send back what they got, with nulls.
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": None,
+            "tool_calls": [{"id": "1", "index": 0, "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": "rain"},
+        {"role": "assistant", "content": "Rain.", "tool_calls": None},
+    ]
+    tools = openai_tools([WEATHER])
+    chat = Conversation(check_messages(messages), tools, ToolChoice("auto"))
+    prompt = prompt_of(renderer, tokenizer, chat)
+    assert prompt == (
+        f"Tools (<tool_call>): {json.dumps([WEATHER])}; "
+        'user: Hi; assistant: [weather {"city": "Rome"}]; tool: rain; assistant: Rain.; assistant: '
+    )
+    without = Conversation(check_messages(messages), tools, ToolChoice("none"))
+    assert prompt_of(renderer, tokenizer, without) == prompt[prompt.index("user: ") :]
+
+
+def test_reasoning_follows_the_prompt(renderer: ChatRenderer) -> None:
+    plain = renderer.render(Conversation([USER]))
+    thinking = renderer.render(Conversation([USER], template_arguments={"enable_thinking": True}))
+    text = "Hm.\n</think>\n\nYes."
+    assert parse_whole(plain.make_parser(), text) == ParsedText(content=text)
+    assert parse_whole(thinking.make_parser(), text) == ParsedText("Hm.", "Yes.")
+    sampling = SamplingParams(grammar=Grammar("regex", "a+"))
+    assert plain.let_reason(sampling) == sampling
+    found = thinking.let_reason(sampling).grammar
+    assert found is not None and found.kind == "structural_tag"
+    assert thinking.let_reason(SamplingParams()) == SamplingParams()
+
+
+def test_one_call_at_most(renderer: ChatRenderer) -> None:
+    tools = openai_tools([WEATHER])
+    call = '<tool_call>{"name": "weather", "arguments": {}}</tool_call>'
+    one = renderer.render(Conversation([USER], tools, ToolChoice("auto"), parallel=False))
+    assert parse_whole(one.make_parser(), call + call).calls == [ToolCall("weather", "{}")]
+    several = renderer.render(Conversation([USER], tools, ToolChoice("auto")))
+    assert len(parse_whole(several.make_parser(), call + call).calls) == 2
+
+
+def test_grammar_only_where_it_is_asked_for(renderer: ChatRenderer) -> None:
+    tools = openai_tools([WEATHER])
+    strict = openai_tools(
+        [{"type": "function", "function": {**WEATHER["function"], "strict": True}}]  # type: ignore[dict-item]
+    )
+
+    def kind(chosen: Any, choice: ToolChoice) -> str | None:
+        tag = renderer.render(Conversation([USER], chosen, choice)).structural_tag
+        return None if tag is None else str(json.loads(tag)["format"]["type"])
+
+    assert kind(tools, ToolChoice("auto")) is None
+    assert kind(strict, ToolChoice("auto")) == "triggered_tags"
+    assert kind(tools, ToolChoice("required")) == "tags_with_separator"
+    assert kind(strict, ToolChoice("none")) is None
+
+
+def test_unknown_tool_format_is_told(model_dir: Path) -> None:
+    tokenizer = Tokenizer.load(
+        model_dir, "{% if tools %}[AVAILABLE_TOOLS]{% endif %}{{ messages }}"
+    )
+    chat = Conversation([USER], openai_tools([WEATHER]), ToolChoice("auto"))
+    with pytest.raises(InvalidRequest, match="--tool-call-parser"):
+        ChatRenderer(tokenizer).render(chat)
+    assert ChatRenderer(tokenizer, "llama3").render(chat).prompt
+
+
+def test_template_that_fails_is_a_bad_request(model_dir: Path) -> None:
+    tokenizer = Tokenizer.load(model_dir, "{{ raise_exception('no') }}{% if x %}{{ x }}{% endif %}")
+    with pytest.raises(InvalidRequest, match="no"):
+        ChatRenderer(tokenizer).render(Conversation([USER]))
