@@ -7,7 +7,7 @@ import time
 import torch
 import xgrammar
 
-from sglang_minima.runner.token_masks import forbid
+from sglang_minima.runner.token_masks import clear_padding, forbid
 
 SLOW_SECONDS = 0.25
 """CPU time that following a grammar may take at one token. It grows from token to token where a
@@ -41,6 +41,7 @@ class Constraint:
         """
         started = time.thread_time()
         self._matcher.fill_next_token_bitmask(mask.unsqueeze(0))
+        clear_padding(mask, self._vocab_size)
         if banned:
             allowed = mask.clone()
             forbid(mask, banned)

@@ -25,6 +25,13 @@ def mask_words(vocab_size: int) -> int:
     return -(-vocab_size // _WORD)
 
 
+def clear_padding(mask: torch.Tensor, vocab_size: int) -> None:
+    """Clears the bits of one mask that stand for no token, in place."""
+    used = vocab_size % _WORD
+    if used:
+        mask[-1] &= (1 << used) - 1
+
+
 def forbid(mask: torch.Tensor, tokens: Iterable[int]) -> None:
     """Clears the bits of tokens in one mask, in place."""
     for token in tokens:

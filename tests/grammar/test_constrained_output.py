@@ -1,0 +1,229 @@
+"""What a random model writes under a grammar follows it, in any company and through preemptions."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from grammar_kit import GrammarKit
+from schemas import object_schema, random_schema
+
+from sglang_minima.grammar import constraint as constraints
+from sglang_minima.grammar.spec import Grammar
+
+SCHEMAS = 100
+
+
+def regex(pattern: str) -> Grammar:
+    return Grammar.make("regex", pattern)
+
+
+def ebnf(text: str) -> Grammar:
+    return Grammar.make("ebnf", text)
+
+
+def test_json_always_parses_and_validates(kit: GrammarKit) -> None:
+    rng = random.Random(20)
+    schemas = [object_schema(rng) if n % 2 else random_schema(rng) for n in range(SCHEMAS)]
+    rids = [
+        kit.ask(Grammar.json_schema(schema), f"{n}:", sampling_seed=n, max_new_tokens=480)
+        for n, schema in enumerate(schemas)
+    ]
+    kit.drain()
+    ended = 0
+    for schema, rid in zip(schemas, rids, strict=True):
+        text, finish = kit.text(rid), kit.finish(rid)
+        assert finish.type in ("stop", "length"), (finish, schema)
+        if finish.type == "stop":
+            ended += 1
+            jsonschema.validate(json.loads(text), schema)
+    # A random model does not always close its white space and digits in time.
+    assert ended >= 0.95 * SCHEMAS
+    kit.check_idle()
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "[0-9]{3}-[0-9]{4}",
+        "(yes|no|may be)",
+        "a?b+c*d",
+        r"[-+]?[0-9]*\.?[0-9]+[ \n]*",
+        r"\"[\w\d]{0,12}\"",
+        "(ab){2,5}|[^a]{3}",
+        "[äöü]{2}€",
+        "x{0,40}y",
+        r"((25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)\.){3}(25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)",
+    ],
+)
+def test_regex_matches_in_full(kit: GrammarKit, pattern: str) -> None:
+    rids = [kit.ask(regex(pattern), sampling_seed=seed) for seed in range(6)]
+    kit.drain()
+    for rid in rids:
+        assert kit.finish(rid).type == "stop"
+        assert re.fullmatch(pattern, kit.text(rid), re.ASCII), kit.text(rid)
+
+
+def test_ebnf_with_recursion(kit: GrammarKit) -> None:
+    grammar = ebnf('root ::= "(" root ")" | "[" root "]" | "x"')
+    rids = [kit.ask(grammar, sampling_seed=seed) for seed in range(12)]
+    kit.drain()
+    for rid in rids:
+        text = kit.text(rid)
+        while "(x)" in text or "[x]" in text:
+            text = text.replace("(x)", "x").replace("[x]", "x")
+        assert text == "x" and kit.finish(rid).type == "stop"
+
+
+def test_special_tokens_are_no_text(kit: GrammarKit) -> None:
+    assert kit.tokenizer is not None
+    # The pattern asks for the letters of a special token; only ordinary tokens may spell them.
+    start = next(iter(kit.tokenizer.special_ids - kit.tokenizer.eos_token_ids))
+    rid = kit.ask(regex(re.escape("<|im_start|>")), logit_bias={start: 100.0})
+    kit.drain()
+    assert kit.text(rid) == "<|im_start|>"
+    assert start not in kit.tokens(rid)
+
+
+def test_free_requests_keep_their_tokens(kit: GrammarKit) -> None:
+    prompts = [f"Free text number {n}" for n in range(6)]
+    alone = [kit.ask(None, prompt, temperature=0.0, max_new_tokens=40) for prompt in prompts]
+    kit.drain()
+    kit.cache.flush()
+    mixed = []
+    for n, prompt in enumerate(prompts):
+        mixed.append(kit.ask(None, prompt, temperature=0.0, max_new_tokens=40))
+        kit.ask(regex("[a-c]{60}"), f"Bound {n}", temperature=0.0)
+        kit.ask(Grammar.json_object(), f"Object {n}", max_new_tokens=40)
+    kit.drain()
+    assert [kit.tokens(rid) for rid in mixed] == [kit.tokens(rid) for rid in alone]
+
+
+def test_preemption_keeps_the_place_in_the_grammar(runner: Any, byte_model: Any) -> None:
+    def texts(tokens: int) -> tuple[list[str], int]:
+        kit = GrammarKit.start(
+            runner, byte_model, max_total_tokens=tokens, disable_radix_cache=True
+        )
+        grammar = ebnf('root ::= ("<" [a-z]{3} ">"){20} "."')
+        rids = [kit.ask(grammar, f"Prompt {n}", sampling_seed=n) for n in range(6)]
+        kit.drain()
+        kit.check_idle()
+        return [kit.text(rid) for rid in rids], kit.scheduler.statistics.preemptions
+
+    roomy, none = texts(4096)
+    tight, some = texts(256)
+    assert none == 0 and some > 0
+    for text in (*roomy, *tight):
+        assert re.fullmatch(r"(<[a-z]{3}>){20}\.", text)
+
+
+def test_samples_are_seeded(kit: GrammarKit) -> None:
+    rids = [kit.ask(regex("[a-z]{12}"), sampling_seed=seed) for seed in (1, 2, 1)]
+    kit.drain()
+    first, second, third = (kit.text(rid) for rid in rids)
+    assert first == third != second
+
+
+def test_min_new_tokens_and_ignore_eos_go_on_while_the_grammar_can(kit: GrammarKit) -> None:
+    assert kit.tokenizer is not None
+    eos = next(iter(kit.tokenizer.eos_token_ids))
+    keen = {"logit_bias": {eos: 100.0}}  # ends as soon as it may
+    plain = kit.ask(regex("[ab]+"), **keen)
+    least = kit.ask(regex("[ab]+"), min_new_tokens=9, **keen)
+    endless = kit.ask(regex("[ab]+"), ignore_eos=True, max_new_tokens=20, **keen)
+    closed = kit.ask(regex("[ab]{5}"), min_new_tokens=9)
+    closed_too = kit.ask(regex("[ab]{5}"), ignore_eos=True)
+    kit.drain()
+    assert [len(kit.text(rid)) for rid in (plain, least, endless)] == [1, 9, 20]
+    assert kit.finish(endless).type == "length"
+    for rid in (closed, closed_too):
+        assert len(kit.text(rid)) == 5
+        assert (kit.finish(rid).type, kit.finish(rid).matched) == ("stop", eos)
+
+
+def test_stops_penalties_and_bias_work_with_a_grammar(kit: GrammarKit) -> None:
+    assert kit.tokenizer is not None
+    letter = kit.tokenizer.encode("b")[0]
+    stopped = kit.ask(regex("[ab]{40}"), stop=["bb"], logit_bias={letter: 100.0})
+    by_token = kit.ask(regex("[ab]{40}"), stop_token_ids=[letter])
+    biased = kit.ask(regex("[ab]{40}"), logit_bias={letter: 100.0})
+    varied = kit.ask(regex("[ab]{40}"), frequency_penalty=2.0, temperature=0.0)
+    unlikely = kit.ask(regex("a{6}"), logit_bias={kit.tokenizer.encode("a")[0]: -100.0})
+    kit.drain()
+    assert kit.text(stopped).endswith("bb") and kit.finish(stopped).matched == "bb"
+    assert kit.text(by_token).count("b") == 1 and kit.finish(by_token).matched == letter
+    assert kit.text(biased) == "b" * 40
+    assert abs(kit.text(varied).count("a") - 20) <= 2
+    assert kit.text(unlikely) == "aaaaaa"
+
+
+def test_log_probabilities_are_the_models_own(kit: GrammarKit) -> None:
+    asked = {"return_logprob": True, "top_logprobs_num": 3}
+    rid = kit.ask(regex("[xyz]{8}"), message=asked)
+    kit.drain()
+    outputs = [output.output_logprobs for output in kit.outputs[rid] if output.output_logprobs]
+    values = [value for logprobs in outputs for value, _ in logprobs.tokens]
+    assert len(values) == len(kit.tokens(rid)) == 9
+    # Three letters of 258 tokens: were the mask in the distribution, they would be near -1.
+    assert max(values[:8]) < -2.5
+
+
+def test_a_grammar_without_a_way_out_ends_the_request(kit: GrammarKit) -> None:
+    rid = kit.ask(ebnf('root ::= "ab" dead\ndead ::= dead'))
+    free = kit.ask(None, max_new_tokens=30, ignore_eos=True)
+    kit.drain()
+    finish = kit.finish(rid)
+    assert (finish.type, finish.status_code) == ("abort", 400)
+    assert "no continuation" in finish.message
+    assert kit.finish(free).type == "length"
+    kit.check_idle()
+
+
+def test_a_grammar_that_gets_too_slow_ends_its_request(
+    kit: GrammarKit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constraints, "SLOW_SECONDS", 1e-9)
+    rid = kit.ask(regex("[a-z]{20}"))
+    kit.drain()
+    assert kit.finish(rid).status_code == 400 and "ambiguous" in kit.finish(rid).message
+
+
+def test_an_abort_while_the_grammar_is_compiled(kit: GrammarKit) -> None:
+    rid = kit.ask(regex("[a-f]{9}"))
+    kit.scheduler.abort(rid)
+    assert kit.finish(rid).type == "abort"
+    assert not kit.scheduler.waiting
+    kit.check_idle()
+
+
+def test_compiled_grammars_are_kept_within_bounds(
+    kit: GrammarKit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang_minima.grammar import loader
+
+    monkeypatch.setattr(loader, "MAX_ENTRIES", 3)
+    rids = [kit.ask(regex(f"[a-z]{{{n}}}")) for n in range(1, 9)]
+    kit.drain()
+    assert [len(kit.text(rid)) for rid in rids] == list(range(1, 9))
+    assert len(kit.loader._compiled) == 3
+    assert kit.loader._bytes == sum(g.memory_size_bytes for g in kit.loader._compiled.values())
+
+
+def test_masks_touch_their_rows_only() -> None:
+    from sglang_minima.runner.token_masks import apply_masks, forbid
+
+    logits = torch.randn(4, 70)
+    before = logits.clone()
+    words = torch.full((2, 3), -1, dtype=torch.int32)
+    forbid(words[0], [0, 31, 32, 69])
+    words[1] = 0
+    words[1, 2] = 1 << 4  # token 68
+    apply_masks(logits, [1, 3], words)
+    assert torch.equal(logits[[0, 2]], before[[0, 2]])
+    assert torch.isinf(logits[1]).nonzero().flatten().tolist() == [0, 31, 32, 69]
+    assert torch.isfinite(logits[3]).nonzero().flatten().tolist() == [68]
