@@ -14,7 +14,8 @@ namespace {
 std::vector<float> multiply(const MinimaMatrix& matrix, const std::vector<float>& x, int64_t rows,
                             int threads) {
   std::vector<float> out(rows * matrix.outputs);
-  minima_linear(&matrix, x.data(), rows, out.data(), threads);
+  const MinimaInput plain = {kPlain, 0, nullptr};
+  minima_linear(&matrix, &plain, x.data(), nullptr, rows, out.data(), threads);
   return out;
 }
 

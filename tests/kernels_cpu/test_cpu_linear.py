@@ -8,11 +8,20 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from minima_kernels.cpu.library import available_levels, force_level
-from minima_kernels.cpu.linear import BLOCK, BlockKind, BlockMatrix, pack, panel_bytes
+from minima_kernels.cpu.linear import (
+    BLOCK,
+    BlockKind,
+    BlockMatrix,
+    Input,
+    pack,
+    panel_bytes,
+    rotate,
+)
 
 VARIANTS = [(BlockKind.Q4, 8), (BlockKind.Q4, 16), (BlockKind.Q8, 16)]
 LIMITS = {8: 127.0, 16: 32639.0}
@@ -172,6 +181,41 @@ def test_what_is_no_number_spoils_its_own_row(
     assert got[[0, 2]].isfinite().all()
 
 
+def test_norm_gate_and_residual_are_part_of_a_product(level: str) -> None:
+    matrix = make_case(BlockKind.Q4, 16, 37, 96, bias=True).matrix
+    generator = torch.Generator().manual_seed(3)
+    weight, x, wide, residual = (
+        torch.randn(shape, generator=generator) for shape in (96, (5, 96), (5, 192), (5, 37))
+    )
+    x[1], wide[2] = 1e-3 * x[1], 30 * wide[2]
+    x[3] = 0
+    normed = F.rms_norm(x, (96,), weight, 1e-5)
+    gated = F.silu(wide[:, :96]) * wide[:, 96:]
+    for rows in (1, 5):
+        for prepared, source, expected in (
+            (None, x, x),
+            (Input.normed(weight, 1e-5), x, normed),
+            (Input.gated(96), wide, gated),
+        ):
+            got = matrix.multiply(source[:rows], prepared, residual[:rows])
+            want = matrix.multiply(expected[:rows]) + residual[:rows]
+            assert torch.allclose(got, want, rtol=1e-4, atol=2e-3)
+
+
+def test_rotate() -> None:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(4, 5, 16, generator=generator)
+    angles = torch.randn(4, 1, 8, generator=generator)
+    cos, sin = angles.cos(), angles.sin()
+    first, second = x[..., :8], x[..., 8:]
+    expected = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+    assert torch.allclose(rotate(x, cos, sin), expected, atol=1e-6)
+    assert torch.allclose(rotate(x[:, 1:4], cos, sin), expected[:, 1:4], atol=1e-6)
+    assert torch.allclose(rotate(x.mT.contiguous().mT, cos, sin), expected, atol=1e-6)
+    assert rotate(x[:0], cos[:0], sin[:0]).shape == (0, 5, 16)
+
+
 @pytest.mark.parametrize("kind", list(BlockKind))
 def test_rows(kind: BlockKind) -> None:
     case = make_case(kind, 16, 50, 96)
@@ -190,6 +234,10 @@ def test_bad_input_is_refused() -> None:
     for x in (torch.zeros(2, 32), torch.zeros(64), torch.zeros(2, 64, dtype=torch.bfloat16)):
         with pytest.raises(ValueError, match="float32"):
             matrix.multiply(x)
+    with pytest.raises(ValueError, match="64 prepared inputs for a matrix of 32"):
+        make_case(BlockKind.Q4, 16, 16, 32).matrix.multiply(torch.zeros(1, 64), matrix.plain)
+    with pytest.raises(ValueError, match="residual"):
+        matrix.multiply(torch.zeros(2, 64), residual=torch.zeros(2, 15))
     with pytest.raises(ValueError, match="no Q8"):
         BlockMatrix(BlockKind.Q8, 16, 64, data)
     with pytest.raises(ValueError, match="16 bits"):

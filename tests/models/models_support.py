@@ -121,12 +121,16 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_reference(name: str) -> PreTrainedModel:
+WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
+"""Sizes that blocks of 32 weights take."""
+
+
+def make_reference(name: str, **more: Any) -> PreTrainedModel:
     """A random model of transformers; norms and biases are random too, so that they count."""
     family, changes = CHECKPOINTS[name]
     config_class, model_class = _FAMILIES[family]
     torch.manual_seed(len(name))
-    model = model_class(config_class(**{**_SMALL, **changes})).eval()
+    model = model_class(config_class(**{**_SMALL, **changes, **more})).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:

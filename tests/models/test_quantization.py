@@ -13,13 +13,15 @@ import torch.nn.functional as F
 from gguf import GGMLQuantizationType as Kind
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models_support import DenseAttention, run_batch, save_reference
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from models_support import WIDE, DenseAttention, make_reference, run_batch, save_reference
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from minima_kernels.cpu.library import native_library
 from minima_kernels.cpu.linear import BLOCK, BlockKind, BlockMatrix, pack
 from sglang_minima.models import quantization
+from sglang_minima.models.causal_lm import DecoderLayer
 from sglang_minima.models.errors import UnsupportedModel
+from sglang_minima.models.fused import FusedLayer
 from sglang_minima.models.gguf_blocks import BlockArrays, gguf_blocks, module_blocks, save_blocks
 from sglang_minima.models.layers import Linear
 from sglang_minima.models.loader import load_model
@@ -241,6 +243,23 @@ def test_model_is_close_to_the_float_one(
 
 
 @needs_native
+@pytest.mark.parametrize("name", ["llama", "llama-biases", "qwen3"])
+def test_fused_layers_compute_the_same(tmp_path: Path, name: str) -> None:
+    make_reference(name, **WIDE).save_pretrained(tmp_path)
+    ids = torch.randint(0, 96, (24,), generator=torch.Generator().manual_seed(1)).tolist()
+    model, _ = load_model(tmp_path, torch.float32, quantization="int8")
+    assert all(isinstance(layer, FusedLayer) for layer in model.model.layers)
+    (got,) = run_batch(model, DenseAttention(), {0: ids})
+    for index, fused in enumerate(model.model.layers):
+        parts = DecoderLayer(model.config, fused.get_submodule("self_attn"))
+        for child, part in fused.named_children():
+            setattr(parts, child, part)
+        model.model.layers[index] = parts
+    (expected,) = run_batch(model, DenseAttention(), {0: ids})
+    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
+
+
+@needs_native
 @pytest.mark.parametrize("choice", ["int4", "gguf"])
 def test_blocks_of_the_checkpoint_are_used(
     checkpoint: Path, tmp_path: Path, choice: Quantization
@@ -269,14 +288,7 @@ def test_blocks_of_the_checkpoint_are_used(
 
 @needs_native
 def test_biases_are_loaded_beside_blocks(tmp_path: Path) -> None:
-    torch.manual_seed(4)
-    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96}
-    config = Qwen2Config(**sizes, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2)
-    reference = Qwen2ForCausalLM(config)
-    for part in "qkv":
-        torch.nn.init.normal_(
-            reference.model.layers[0].self_attn.get_submodule(f"{part}_proj").bias
-        )
+    reference = make_reference("qwen2", **WIDE)
     reference.save_pretrained(tmp_path)
     names = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv"]
     rows = (64, 32, 32)

@@ -135,9 +135,20 @@ def _declare(native: ctypes.CDLL) -> None:
         integer,
     ]
     native.minima_retier.restype = None
-    native.minima_linear.argtypes = [pointer, pointer, ctypes.c_int64, pointer, integer]
+    native.minima_linear.argtypes = [
+        *[pointer] * 4,  # matrix, input, x, residual
+        ctypes.c_int64,
+        pointer,  # out
+        integer,
+    ]
     native.minima_linear.restype = None
     native.minima_matrix_rows.argtypes = [pointer, pointer, ctypes.c_int64, pointer]
+    native.minima_rotate.argtypes = [
+        pointer,
+        *[ctypes.c_int64] * 4,  # rows, stride, heads, dim
+        *[pointer] * 3,  # cos, sin, out
+    ]
+    native.minima_rotate.restype = None
 
 
 @cache

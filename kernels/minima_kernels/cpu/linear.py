@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from enum import IntEnum
-from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -39,6 +38,46 @@ class _Matrix(ctypes.Structure):
         ("panels", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
     ]
+
+
+class _Input(ctypes.Structure):
+    """``MinimaInput``."""
+
+    _fields_ = [
+        ("kind", ctypes.c_int32),
+        ("eps", ctypes.c_float),
+        ("norm_weight", ctypes.c_void_p),
+    ]
+
+
+class Input:
+    """What a product starts from: the rows as they are, normalised or gated."""
+
+    def __init__(
+        self, kind: int, inputs: int, width: int, norm: torch.Tensor | None = None, eps: float = 0
+    ) -> None:
+        self.inputs = inputs
+        self.width = width
+        self.norm = norm
+        weight = None if norm is None else norm.data_ptr()
+        self._native = _Input(kind, eps, weight)
+        self.address = ctypes.addressof(self._native)
+
+    @classmethod
+    def plain(cls, inputs: int) -> Input:
+        """x [rows, inputs] as it is."""
+        return cls(0, inputs, inputs)
+
+    @classmethod
+    def normed(cls, weight: torch.Tensor, eps: float) -> Input:
+        """RMSNorm of x [rows, inputs] with ``weight`` float32 [inputs]."""
+        norm = weight.detach().float().contiguous()
+        return cls(1, len(norm), len(norm), norm, eps)
+
+    @classmethod
+    def gated(cls, inputs: int) -> Input:
+        """silu(a) * b of x [rows, 2 inputs] = (a, b)."""
+        return cls(2, inputs, 2 * inputs)
 
 
 def panel_bytes(kind: BlockKind, inputs: int) -> int:
@@ -128,32 +167,53 @@ class BlockMatrix:
         self.inputs = inputs
         self.panels = panels.contiguous()
         self.bias = None if bias is None else bias.contiguous()
-        self.activation_bits = activation_bits
-
-    @cached_property
-    def _native(self) -> _Matrix:
-        bias = None if self.bias is None else self.bias.data_ptr()
-        return _Matrix(
-            int(self.kind),
-            self.activation_bits,
-            self.outputs,
-            self.inputs,
+        self.plain = Input.plain(inputs)
+        self._native = _Matrix(
+            int(kind),
+            activation_bits,
+            outputs,
+            inputs,
             self.panels.data_ptr(),
-            bias,
+            None if self.bias is None else self.bias.data_ptr(),
         )
+        self._address = ctypes.addressof(self._native)
 
-    def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        """x float32 [rows, inputs] -> x Wᵀ + bias, float32 [rows, outputs]."""
-        if x.dtype != torch.float32 or x.dim() != 2 or x.shape[1] != self.inputs:
-            raise ValueError(f"x must be float32 [rows, {self.inputs}], not {list(x.shape)}")
+    def multiply(
+        self,
+        x: torch.Tensor,
+        prepared: Input | None = None,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """input(x) Wᵀ + bias + residual.
+
+        Args:
+            x: float32 [rows, inputs], or as wide as ``prepared`` says.
+            prepared: what happens to x first; nothing by default.
+            residual: float32 [rows, outputs].
+
+        Returns:
+            float32 [rows, outputs].
+        """
+        prepared = prepared or self.plain
+        if prepared.inputs != self.inputs:
+            raise ValueError(f"{prepared.inputs} prepared inputs for a matrix of {self.inputs}")
+        if x.dtype != torch.float32 or x.dim() != 2 or x.shape[1] != prepared.width:
+            raise ValueError(f"x must be float32 [rows, {prepared.width}], not {list(x.shape)}")
         native = native_library()
         assert native is not None
+        rows = x.shape[0]
         x = x.contiguous()
-        out = torch.empty(x.shape[0], self.outputs)
+        out = torch.empty(rows, self.outputs)
+        if residual is not None:
+            if residual.dtype != torch.float32 or residual.shape != out.shape:
+                raise ValueError(f"the residual must be float32 {list(out.shape)}")
+            residual = residual.contiguous()
         native.minima_linear(
-            ctypes.byref(self._native),
+            self._address,
+            prepared.address,
             x.data_ptr(),
-            x.shape[0],
+            None if residual is None else residual.data_ptr(),
+            rows,
             out.data_ptr(),
             torch.get_num_threads(),
         )
@@ -170,7 +230,36 @@ class BlockMatrix:
         index = index.to(torch.int64).contiguous()
         out = torch.empty(len(index), self.inputs)
         if not native.minima_matrix_rows(
-            ctypes.byref(self._native), index.data_ptr(), len(index), out.data_ptr()
+            self._address, index.data_ptr(), len(index), out.data_ptr()
         ):
             raise IndexError(f"a row is out of range of the {self.outputs} there are")
         return out
+
+
+def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding in the half-split layout.
+
+    Args:
+        heads: float32 [N, heads, D]; of a row, heads lie one after another.
+        cos, sin: float32 [N, 1, D], sin negative in the first half.
+
+    Returns:
+        float32 [N, heads, D], contiguous.
+    """
+    native = native_library()
+    assert native is not None
+    rows, count, dim = heads.shape
+    if heads.stride()[1:] != (dim, 1) or heads.dtype != torch.float32:
+        heads = heads.float().contiguous()
+    out = torch.empty(rows, count, dim)
+    native.minima_rotate(
+        heads.data_ptr(),
+        rows,
+        heads.stride(0),
+        count,
+        dim,
+        cos.data_ptr(),
+        sin.data_ptr(),
+        out.data_ptr(),
+    )
+    return out

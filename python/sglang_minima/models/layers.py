@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minima_kernels.cpu.library import native_library
+from minima_kernels.cpu.linear import rotate as native_rotate
 from sglang_minima.models.backend import AttentionBackend
 from sglang_minima.models.config import ModelConfig
 from sglang_minima.models.rope import frequencies
@@ -75,6 +77,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Returns:
         [N, heads, D], contiguous, dtype of x (the products are in float32).
     """
+    if x.device.type == "cpu" and x.dtype == torch.float32 and native_library() is not None:
+        return native_rotate(x, cos, sin)
     wide = x.float()
     rotated = wide * cos + wide.roll(x.shape[-1] // 2, dims=-1) * sin
     return rotated.to(x.dtype)
@@ -98,7 +102,12 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_eps) if qk_norm else None
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, backend: AttentionBackend) -> Tensor:
-        heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
+        out: Tensor = self.o_proj(self.attend(self.qkv_proj(x), cos, sin, backend))
+        return out
+
+    def attend(self, qkv: Tensor, cos: Tensor, sin: Tensor, backend: AttentionBackend) -> Tensor:
+        """What lies between the projections: qkv [N, rows of qkv_proj] -> [N, inputs of o_proj]."""
+        heads = qkv.view(qkv.shape[0], -1, self.head_dim)
         sizes = (self.num_heads, self.num_kv_heads)
         if self.q_norm is None or self.k_norm is None:
             # One pass over q and k together: at few rows each small operation counts.
@@ -108,9 +117,7 @@ class Attention(nn.Module):
         else:
             q, k, v = heads.split((*sizes, self.num_kv_heads), dim=1)
             q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
-        attended = backend.attend(self.layer, q, k, v).reshape(x.shape[0], -1)
-        out: Tensor = self.o_proj(attended)
-        return out
+        return backend.attend(self.layer, q, k, v).reshape(len(qkv), -1)
 
 
 class GatedMLP(nn.Module):

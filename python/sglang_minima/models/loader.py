@@ -14,6 +14,7 @@ from torch import Tensor
 from sglang_minima.models.causal_lm import CausalLM
 from sglang_minima.models.config import ModelConfig, read_json_object
 from sglang_minima.models.errors import ModelLoadError
+from sglang_minima.models.fused import fuse_layers
 from sglang_minima.models.progress import Progress
 from sglang_minima.models.quantization import Quantization, quantize_model, take_blocks
 from sglang_minima.models.registry import build_model
@@ -64,6 +65,7 @@ def load_model(
             take_blocks(model, quantization, path)
             _fill_from_files(model, path, named, progress)
         quantize_model(model, quantization)
+        fuse_layers(model)
     return model, config
 
 

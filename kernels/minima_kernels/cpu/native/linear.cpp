@@ -44,7 +44,7 @@ struct Panels {
 struct Buffer {
   uint8_t* reserve(int64_t bytes) {
     if (bytes > capacity) {
-      memory.reset(new uint8_t[bytes + 64]);
+      memory.reset(new uint8_t[bytes + 63]);
       capacity = bytes;
     }
     return memory.get() + (-reinterpret_cast<uintptr_t>(memory.get()) & 63);
@@ -54,18 +54,29 @@ struct Buffer {
   int64_t capacity = 0;
 };
 
-thread_local Buffer buffer;
+thread_local Buffer rounded_rows, prepared_row;
 
 struct Product {
   const MinimaMatrix& matrix;
+  const MinimaInput& input;
   const LinearLevel& level;
   Panels panels;
   int64_t x_stride;
   uint8_t* x;
+  const float* residual;
   float* out;
 
-  void round_row(const float* values, int64_t row) const {
+  void round_row(const float* all, int64_t row) const {
+    const float* values = all + row * matrix.inputs * (input.kind == kGated ? 2 : 1);
     uint8_t* target = x + row * x_stride;
+    if (input.kind != kPlain) {
+      float* prepared = reinterpret_cast<float*>(prepared_row.reserve(matrix.inputs * 4));
+      if (input.kind == kNormed)
+        level.normalise(values, matrix.inputs, input.norm_weight, input.eps, prepared);
+      else
+        level.gate(values, matrix.inputs, prepared);
+      values = prepared;
+    }
     if (matrix.kind == kQ8)
       level.to_words(values, panels.blocks, reinterpret_cast<WordsBlock*>(target));
     else
@@ -102,10 +113,14 @@ struct Product {
         std::memcpy(target + row * matrix.outputs, results, width * sizeof(float));
       }
     }
-    if (!matrix.bias) return;
-    for (int64_t row = first; row < first + rows; ++row)
-      for (int64_t i = output; i < output + width; ++i)
-        out[row * matrix.outputs + i] += matrix.bias[i];
+    for (int64_t row = first; row < first + rows; ++row) {
+      float* target = out + row * matrix.outputs;
+      if (matrix.bias)
+        for (int64_t i = output; i < output + width; ++i) target[i] += matrix.bias[i];
+      if (residual)
+        for (int64_t i = output; i < output + width; ++i)
+          target[i] += residual[row * matrix.outputs + i];
+    }
   }
 };
 
@@ -114,19 +129,20 @@ struct Product {
 
 using namespace minima;
 
-void minima_linear(const MinimaMatrix* matrix, const float* x, int64_t rows, float* out,
-                   int threads) {
+void minima_linear(const MinimaMatrix* matrix, const MinimaInput* input, const float* x,
+                   const float* residual, int64_t rows, float* out, int threads) {
   const Panels panels(*matrix);
   const int64_t block_bytes = matrix->kind == kQ8 ? sizeof(WordsBlock) : sizeof(BytesBlock);
   const int64_t x_stride = panels.blocks * block_bytes;
-  const Product product = {*matrix,  current_linear(), panels, x_stride,
-                           buffer.reserve(rows * x_stride), out};
+  const Product product = {*matrix,  *input,   current_linear(),
+                           panels,   x_stride, rounded_rows.reserve(rows * x_stride),
+                           residual, out};
   const auto share = [threads](int64_t products) {
     return static_cast<int>(std::clamp<int64_t>(products / kThreadProducts, 1, threads));
   };
   // Rounding an activation costs about as much as 64 products.
   parallel_for(rows, share(rows * matrix->inputs * 64), [&](int64_t row, int) {
-    product.round_row(x + row * matrix->inputs, row);
+    product.round_row(x, row);
   });
   const int64_t tile = std::max<int64_t>(kTileBytes / std::max<int64_t>(x_stride, 1) / 4 * 4, 4);
   const int64_t tiles = (rows + tile - 1) / tile;
@@ -175,4 +191,19 @@ int minima_matrix_rows(const MinimaMatrix* matrix, const int64_t* index, int64_t
     }
   }
   return 1;
+}
+
+void minima_rotate(const float* x, int64_t rows, int64_t stride, int64_t heads, int64_t dim,
+                   const float* cos, const float* sin, float* out) {
+  const int64_t half = dim / 2;
+  for (int64_t row = 0; row < rows; ++row)
+    for (int64_t head = 0; head < heads; ++head) {
+      const float* from = x + row * stride + head * dim;
+      const float *c = cos + row * dim, *s = sin + row * dim;
+      float* to = out + (row * heads + head) * dim;
+      for (int64_t i = 0; i < half; ++i) {
+        to[i] = from[i] * c[i] + from[i + half] * s[i];
+        to[i + half] = from[i + half] * c[i + half] + from[i] * s[i + half];
+      }
+    }
 }

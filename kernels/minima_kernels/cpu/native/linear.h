@@ -23,15 +23,35 @@ struct MinimaMatrix {
   const float* bias;  // [outputs] or null
 };
 
-// out = x W^T + bias; x: float32 [rows, inputs], out: float32 [rows, outputs]. Blocks of 32
-// activations are rounded to integers of `activation_bits`. A row of the result is the same bits
-// whatever the other rows are and on any number of threads.
-MINIMA_EXPORT void minima_linear(const MinimaMatrix* matrix, const float* x, int64_t rows,
-                                 float* out, int threads);
+enum InputKind : int32_t {
+  kPlain = 0,
+  kNormed = 1,  // the rows go through RMSNorm first
+  kGated = 2,   // [rows, 2 inputs]: silu of the first half times the second half
+};
+
+// What a product starts from.
+struct MinimaInput {
+  int32_t kind;
+  float eps;                 // of the norm
+  const float* norm_weight;  // [inputs]
+};
+
+// out = input(x) W^T + bias + residual; x: float32 [rows, inputs] or [rows, 2 inputs]; residual
+// (may be null) and out: float32 [rows, outputs]. Blocks of 32 activations are rounded to integers
+// of `activation_bits`. A row of the result is the same bits whatever the other rows are and on any
+// number of threads.
+MINIMA_EXPORT void minima_linear(const MinimaMatrix* matrix, const MinimaInput* input,
+                                 const float* x, const float* residual, int64_t rows, float* out,
+                                 int threads);
 
 // out: float32 [count, inputs], rows `index` of W. 0 if an index is out of range.
 MINIMA_EXPORT int minima_matrix_rows(const MinimaMatrix* matrix, const int64_t* index,
                                      int64_t count, float* out);
+
+// Rotary embedding, half-split: x float32 [rows, stride], of each row `heads` heads of `dim`; cos and
+// sin: float32 [rows, dim], sin negative in the first half; out: float32 [rows, heads, dim].
+MINIMA_EXPORT void minima_rotate(const float* x, int64_t rows, int64_t stride, int64_t heads,
+                                 int64_t dim, const float* cos, const float* sin, float* out);
 
 }  // extern "C"
 
@@ -68,6 +88,8 @@ struct PanelJob {
 };
 
 struct LinearLevel {
+  void (*normalise)(const float* x, int64_t inputs, const float* weight, float eps, float* out);
+  void (*gate)(const float* x, int64_t inputs, float* out);
   void (*to_bytes8)(const float* x, int64_t blocks, BytesBlock* out);
   void (*to_bytes16)(const float* x, int64_t blocks, BytesBlock* out);
   void (*to_words)(const float* x, int64_t blocks, WordsBlock* out);

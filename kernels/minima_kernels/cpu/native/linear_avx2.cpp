@@ -2,6 +2,8 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
+#include <cmath>
+
 #include "linear.h"
 
 #pragma GCC push_options
@@ -161,8 +163,9 @@ void q8(const PanelJob& job) {
 }  // namespace
 }  // namespace avx2
 
-const LinearLevel avx2_linear = {avx2::to_bytes8, avx2::to_bytes16, avx2::to_words,
-                                 avx2::q4_8,      avx2::q4_16,      avx2::q8};
+const LinearLevel avx2_linear = {avx2::normalise,  avx2::gate,     avx2::to_bytes8,
+                                 avx2::to_bytes16, avx2::to_words, avx2::q4_8,
+                                 avx2::q4_16,      avx2::q8};
 
 }  // namespace minima
 

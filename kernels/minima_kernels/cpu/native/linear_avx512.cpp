@@ -2,6 +2,8 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
+#include <cmath>
+
 #include "linear.h"
 
 // The intrinsics' own headers start from a vector of anything.
@@ -131,8 +133,9 @@ void q8(const PanelJob& job) {
 }  // namespace
 }  // namespace avx512
 
-const LinearLevel avx512_linear = {avx512::to_bytes8, avx512::to_bytes16, avx512::to_words,
-                                   avx512::q4_8,      avx512::q4_16,      avx512::q8};
+const LinearLevel avx512_linear = {avx512::normalise,  avx512::gate,     avx512::to_bytes8,
+                                 avx512::to_bytes16, avx512::to_words, avx512::q4_8,
+                                 avx512::q4_16,      avx512::q8};
 
 }  // namespace minima
 

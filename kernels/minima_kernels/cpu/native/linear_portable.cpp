@@ -13,6 +13,19 @@ namespace {
 #include "half.inl"
 #include "linear_rows.inl"
 
+void normalise(const float* x, int64_t inputs, const float* weight, float eps, float* out) {
+  float sums[4] = {};
+  for (int64_t i = 0; i < inputs; i += 4)
+    for (int j = 0; j < 4; ++j) sums[j] += x[i + j] * x[i + j];
+  const float total = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  const float factor = 1 / std::sqrt(total / static_cast<float>(inputs) + eps);
+  for (int64_t i = 0; i < inputs; ++i) out[i] = x[i] * factor * weight[i];
+}
+
+void gate(const float* x, int64_t inputs, float* out) {
+  for (int64_t i = 0; i < inputs; ++i) out[i] = x[i] / (1 + std::exp(-x[i])) * x[inputs + i];
+}
+
 struct Rounded {
   int32_t codes[kBlock];
   float scale;
@@ -121,8 +134,9 @@ void q8(const PanelJob& job) {
 }  // namespace
 }  // namespace portable
 
-const LinearLevel portable_linear = {portable::to_bytes<1>, portable::to_bytes<2>,
-                                     portable::to_words,    portable::q4<1>,
-                                     portable::q4<2>,       portable::q8};
+const LinearLevel portable_linear = {
+    portable::normalise,   portable::gate,     portable::to_bytes<1>, portable::to_bytes<2>,
+    portable::to_words,    portable::q4<1>,    portable::q4<2>,       portable::q8,
+};
 
 }  // namespace minima

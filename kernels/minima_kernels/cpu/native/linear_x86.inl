@@ -1,4 +1,4 @@
-// Rounding of activations with 256-bit vectors, for the AVX2 and AVX-512 levels. Included inside a
+// Preparing and rounding activations with 256-bit vectors, for the AVX2 and AVX-512 levels. Included inside a
 // level's namespace.
 
 constexpr int64_t kAhead = 8192;  // bytes
@@ -11,6 +11,57 @@ INLINE void prefetch(const PanelJob& job, int64_t block) {
   const uint8_t* ahead = job.codes + block * BLOCK_BYTES + kAhead;
   for (int i = 0; i < BLOCK_BYTES; i += 64)
     _mm_prefetch(reinterpret_cast<const char*>(ahead + i), _MM_HINT_T0);
+}
+
+INLINE float horizontal_sum(__m256 x) {
+  __m128 y = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  y = _mm_add_ps(y, _mm_movehl_ps(y, y));
+  return _mm_cvtss_f32(_mm_add_ss(y, _mm_movehdup_ps(y)));
+}
+
+void normalise(const float* x, int64_t inputs, const float* weight, float eps, float* out) {
+  __m256 sums[4] = {};
+  for (int64_t i = 0; i < inputs; i += kBlock)
+    for (int j = 0; j < 4; ++j) {
+      const __m256 value = _mm256_loadu_ps(x + i + 8 * j);
+      sums[j] = _mm256_fmadd_ps(value, value, sums[j]);
+    }
+  const float total = horizontal_sum(
+      _mm256_add_ps(_mm256_add_ps(sums[0], sums[1]), _mm256_add_ps(sums[2], sums[3])));
+  const __m256 factor = _mm256_set1_ps(1 / std::sqrt(total / static_cast<float>(inputs) + eps));
+  for (int64_t i = 0; i < inputs; i += 8) {
+    const __m256 scaled = _mm256_mul_ps(_mm256_loadu_ps(x + i), factor);
+    _mm256_storeu_ps(out + i, _mm256_mul_ps(scaled, _mm256_loadu_ps(weight + i)));
+  }
+}
+
+// 2**x for x <= 0; below -126 it gives 2**-126. Relative error below 3e-7.
+INLINE __m256 exp2_negative(__m256 x) {
+  x = _mm256_max_ps(x, _mm256_set1_ps(-126.0f));
+  // Adding 1.5 * 2**23 leaves the nearest integer in the low bits of the sum.
+  const __m256 shift = _mm256_set1_ps(0x1.8p23f);
+  const __m256 shifted = _mm256_add_ps(x, shift);
+  const __m256 f = _mm256_sub_ps(x, _mm256_sub_ps(shifted, shift));
+  __m256 p = _mm256_set1_ps(1.326465428e-3f);
+  p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(9.671517651e-3f));
+  p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(5.550733985e-2f));
+  p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(2.402224198e-1f));
+  p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(6.931469774e-1f));
+  p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(1.0f));
+  return _mm256_castsi256_ps(_mm256_add_epi32(
+      _mm256_castps_si256(p), _mm256_slli_epi32(_mm256_castps_si256(shifted), 23)));
+}
+
+void gate(const float* x, int64_t inputs, float* out) {
+  const __m256 sign = _mm256_set1_ps(-0.0f), one = _mm256_set1_ps(1.0f);
+  const __m256 log2e = _mm256_set1_ps(1.442695041f);
+  for (int64_t i = 0; i < inputs; i += 8) {
+    const __m256 a = _mm256_loadu_ps(x + i), b = _mm256_loadu_ps(x + inputs + i);
+    const __m256 e = exp2_negative(_mm256_mul_ps(_mm256_or_ps(a, sign), log2e));
+    const __m256 numerator = _mm256_blendv_ps(one, e, a);  // e where a is negative
+    const __m256 sigmoid = _mm256_div_ps(numerator, _mm256_add_ps(one, e));
+    _mm256_storeu_ps(out + i, _mm256_mul_ps(_mm256_mul_ps(a, sigmoid), b));
+  }
 }
 
 // The largest magnitude of 32 floats, as the bits of a float; NaN is larger than anything.
