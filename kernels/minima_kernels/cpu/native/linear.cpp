@@ -77,11 +77,10 @@ struct Product {
         level.gate(values, matrix.inputs, prepared);
       values = prepared;
     }
-    if (matrix.kind == kQ8)
-      level.to_words(values, panels.blocks, reinterpret_cast<WordsBlock*>(target));
+    if (matrix.activation_bits == 8)
+      level.round8(values, panels.blocks, reinterpret_cast<Block8*>(target));
     else
-      (matrix.activation_bits == 8 ? level.to_bytes8 : level.to_bytes16)(
-          values, panels.blocks, reinterpret_cast<BytesBlock*>(target));
+      level.round16(values, panels.blocks, reinterpret_cast<Block16*>(target));
   }
 
   void multiply(int64_t panel, int64_t first, int64_t rows) const {
@@ -97,7 +96,7 @@ struct Product {
                     rows,
                     out + first * matrix.outputs + output,
                     matrix.outputs};
-    const auto run = matrix.kind == kQ8            ? level.q8
+    const auto run = matrix.kind == kQ8            ? level.q8_16
                      : matrix.activation_bits == 8 ? level.q4_8
                                                    : level.q4_16;
     if (width == kPanel) {
@@ -132,7 +131,7 @@ using namespace minima;
 void minima_linear(const MinimaMatrix* matrix, const MinimaInput* input, const float* x,
                    const float* residual, int64_t rows, float* out, int threads) {
   const Panels panels(*matrix);
-  const int64_t block_bytes = matrix->kind == kQ8 ? sizeof(WordsBlock) : sizeof(BytesBlock);
+  const int64_t block_bytes = matrix->activation_bits == 8 ? sizeof(Block8) : sizeof(Block16);
   const int64_t x_stride = panels.blocks * block_bytes;
   const Product product = {*matrix,  *input,   current_linear(),
                            panels,   x_stride, rounded_rows.reserve(rows * x_stride),

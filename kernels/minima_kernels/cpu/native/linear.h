@@ -60,18 +60,14 @@ namespace minima {
 constexpr int kBlock = 32;
 constexpr int kPanel = 16;
 
-// 32 activations for Q4: value = scale * (256 high + low) with 16 bits, scale * high with 8.
-struct BytesBlock {
-  int8_t high[kBlock];
-  int8_t low[kBlock];
-  float scale;
-  float sum;  // of the 32 values
+// 32 activations in integers: value = scale * code, and the sum of the 32 values.
+struct Block8 {
+  int8_t codes[kBlock];
+  float scale, sum;
 };
-
-// 32 activations for Q8: value = scale * code. Of every four the order is 0, 2, 1, 3.
-struct WordsBlock {
-  int16_t codes[kBlock];
-  float scale;
+struct Block16 {
+  int16_t codes[kBlock];  // of every four the order is 0, 2, 1, 3
+  float scale, sum;
 };
 
 // Rounded rows times one panel.
@@ -80,7 +76,7 @@ struct PanelJob {
   const uint8_t* scales;
   const uint8_t* minima;
   int64_t blocks;
-  const uint8_t* x;  // rows of BytesBlock or WordsBlock
+  const uint8_t* x;  // rows of Block8 or Block16
   int64_t x_stride;  // bytes from row to row
   int64_t rows;
   float* out;  // 16 results per row
@@ -90,12 +86,11 @@ struct PanelJob {
 struct LinearLevel {
   void (*normalise)(const float* x, int64_t inputs, const float* weight, float eps, float* out);
   void (*gate)(const float* x, int64_t inputs, float* out);
-  void (*to_bytes8)(const float* x, int64_t blocks, BytesBlock* out);
-  void (*to_bytes16)(const float* x, int64_t blocks, BytesBlock* out);
-  void (*to_words)(const float* x, int64_t blocks, WordsBlock* out);
+  void (*round8)(const float* x, int64_t blocks, Block8* out);
+  void (*round16)(const float* x, int64_t blocks, Block16* out);
   void (*q4_8)(const PanelJob& job);
   void (*q4_16)(const PanelJob& job);
-  void (*q8)(const PanelJob& job);
+  void (*q8_16)(const PanelJob& job);
 };
 
 extern const LinearLevel portable_linear;

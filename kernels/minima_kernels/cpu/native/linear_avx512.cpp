@@ -28,114 +28,135 @@ INLINE __m512i broadcast(const void* p) {
 }
 INLINE __m512 halves(const uint8_t* p) { return _mm512_cvtph_ps(load256(p)); }
 
-// PLANES is 2 where activations have a low byte too. Two sums per row and plane, for inputs 0 to 15
-// and 16 to 31, so that products need not wait for each other.
-template <int ROWS, int PLANES>
-INLINE void q4_rows(const PanelJob& job, int64_t first) {
-  const __m512i nibble = _mm512_set1_epi8(15);
-  const BytesBlock* x[ROWS];
-  __m512 sums[ROWS];
-  for (int r = 0; r < ROWS; ++r) {
-    x[r] = row_of<BytesBlock>(job, first + r);
-    sums[r] = _mm512_setzero_ps();
+// Integer products of ROWS rows with a panel, of one block: two sums each, which add up to the
+// product, so that instructions need not wait for each other.
+template <int ROWS>
+struct Dots {
+  __m512i of[ROWS][2];
+
+  INLINE Dots() {
+    for (int r = 0; r < ROWS; ++r) of[r][0] = of[r][1] = _mm512_setzero_si512();
   }
+};
+
+// Results of ROWS rows for a panel.
+template <int ROWS, typename Block>
+struct Results {
+  const Block* x[ROWS];
+  __m512 of[ROWS];
+
+  INLINE Results(const PanelJob& job, int64_t first) {
+    for (int r = 0; r < ROWS; ++r) {
+      x[r] = row_of<Block>(job, first + r);
+      of[r] = _mm512_setzero_ps();
+    }
+  }
+
+  template <bool MINIMA>
+  INLINE void add(const PanelJob& job, int64_t b, const Dots<ROWS>& dots) {
+    const __m512 scale = halves(job.scales + 2 * b * kPanel);
+    const __m512 minimum = MINIMA ? halves(job.minima + 2 * b * kPanel) : scale;
+    for (int r = 0; r < ROWS; ++r) {
+      const __m512i dot = _mm512_add_epi32(dots.of[r][0], dots.of[r][1]);
+      const __m512 value = _mm512_mul_ps(_mm512_cvtepi32_ps(dot), _mm512_set1_ps(x[r][b].scale));
+      of[r] = _mm512_fmadd_ps(value, scale, of[r]);
+      if (MINIMA) of[r] = _mm512_fmadd_ps(_mm512_set1_ps(x[r][b].sum), minimum, of[r]);
+    }
+  }
+
+  INLINE void store(const PanelJob& job, int64_t first) const {
+    for (int r = 0; r < ROWS; ++r)
+      _mm512_storeu_ps(job.out + (first + r) * job.out_stride, of[r]);
+  }
+};
+
+template <int ROWS>
+void q4_8_rows(const PanelJob& job, int64_t first) {
+  const __m512i nibble = _mm512_set1_epi8(15);
+  Results<ROWS, Block8> results(job, first);
   for (int64_t b = 0; b < job.blocks; ++b) {
     const uint8_t* codes = job.codes + b * (kBlock * kPanel / 2);
-    if (ROWS <= 2) prefetch<20 * kPanel>(job, b);
-    __m512i dots[PLANES][ROWS][2];
-    for (int p = 0; p < PLANES; ++p)
-      for (int r = 0; r < ROWS; ++r)
-        dots[p][r][0] = dots[p][r][1] = _mm512_setzero_si512();
+    if (first == 0) prefetch<20 * kPanel>(job, b);
+    Dots<ROWS> dots;
     for (int q = 0; q < 4; ++q) {
       const __m512i packed = _mm512_loadu_si512(codes + 64 * q);
-      const __m512i low = _mm512_and_si512(packed, nibble);
-      const __m512i high = _mm512_and_si512(_mm512_srli_epi16(packed, 4), nibble);
-      for (int r = 0; r < ROWS; ++r)
-        for (int p = 0; p < PLANES; ++p) {
-          const int8_t* plane = p ? x[r][b].low : x[r][b].high;
-          __m512i* dot = dots[p][r];
-          dot[0] = _mm512_dpbusd_epi32(dot[0], low, broadcast(plane + 4 * q));
-          dot[1] = _mm512_dpbusd_epi32(dot[1], high, broadcast(plane + 4 * q + 16));
-        }
+      const __m512i early = _mm512_and_si512(packed, nibble);
+      const __m512i late = _mm512_and_si512(_mm512_srli_epi16(packed, 4), nibble);
+      for (int r = 0; r < ROWS; ++r) {
+        const int8_t* x = results.x[r][b].codes + 4 * q;
+        dots.of[r][0] = _mm512_dpbusd_epi32(dots.of[r][0], early, broadcast(x));
+        dots.of[r][1] = _mm512_dpbusd_epi32(dots.of[r][1], late, broadcast(x + 16));
+      }
     }
-    const __m512 scale = halves(job.scales + 2 * b * kPanel);
-    const __m512 minimum = halves(job.minima + 2 * b * kPanel);
-    for (int r = 0; r < ROWS; ++r) {
-      __m512i dot = _mm512_add_epi32(dots[0][r][0], dots[0][r][1]);
-      if (PLANES == 2)
-        dot = _mm512_add_epi32(
-            _mm512_slli_epi32(dot, 8),
-            _mm512_add_epi32(dots[PLANES - 1][r][0], dots[PLANES - 1][r][1]));
-      const __m512 value = _mm512_mul_ps(_mm512_cvtepi32_ps(dot), _mm512_set1_ps(x[r][b].scale));
-      sums[r] = _mm512_fmadd_ps(value, scale, sums[r]);
-      sums[r] = _mm512_fmadd_ps(_mm512_set1_ps(x[r][b].sum), minimum, sums[r]);
-    }
+    results.template add<true>(job, b, dots);
   }
-  for (int r = 0; r < ROWS; ++r)
-    _mm512_storeu_ps(job.out + (first + r) * job.out_stride, sums[r]);
+  results.store(job, first);
 }
 
 template <int ROWS>
-INLINE void q8_rows(const PanelJob& job, int64_t first) {
-  const WordsBlock* x[ROWS];
-  __m512 sums[ROWS];
-  for (int r = 0; r < ROWS; ++r) {
-    x[r] = row_of<WordsBlock>(job, first + r);
-    sums[r] = _mm512_setzero_ps();
+void q4_16_rows(const PanelJob& job, int64_t first) {
+  const __m512i nibble = _mm512_set1_epi16(15);
+  Results<ROWS, Block16> results(job, first);
+  for (int64_t b = 0; b < job.blocks; ++b) {
+    const uint8_t* codes = job.codes + b * (kBlock * kPanel / 2);
+    if (first == 0) prefetch<20 * kPanel>(job, b);
+    Dots<ROWS> dots;
+    for (int q = 0; q < 4; ++q) {
+      const __m512i packed = _mm512_loadu_si512(codes + 64 * q);
+      for (int late = 0; late < 2; ++late)
+        for (int odd = 0; odd < 2; ++odd) {
+          const __m512i w =
+              _mm512_and_si512(_mm512_srli_epi16(packed, 4 * late + 8 * odd), nibble);
+          for (int r = 0; r < ROWS; ++r) {
+            const int16_t* two = results.x[r][b].codes + 4 * q + 16 * late + 2 * odd;
+            dots.of[r][odd] = _mm512_dpwssd_epi32(dots.of[r][odd], w, broadcast(two));
+          }
+        }
+    }
+    results.template add<true>(job, b, dots);
   }
+  results.store(job, first);
+}
+
+template <int ROWS>
+void q8_16_rows(const PanelJob& job, int64_t first) {
+  Results<ROWS, Block16> results(job, first);
   for (int64_t b = 0; b < job.blocks; ++b) {
     const uint8_t* codes = job.codes + b * (kBlock * kPanel);
-    if (ROWS <= 2) prefetch<34 * kPanel>(job, b);
-    __m512i dots[ROWS][2];
-    for (int r = 0; r < ROWS; ++r) dots[r][0] = dots[r][1] = _mm512_setzero_si512();
+    if (first == 0) prefetch<34 * kPanel>(job, b);
+    Dots<ROWS> dots;
     for (int q = 0; q < 8; ++q) {
       const __m512i packed = _mm512_loadu_si512(codes + 64 * q);
-      const __m512i even = _mm512_srai_epi16(_mm512_slli_epi16(packed, 8), 8);
-      const __m512i odd = _mm512_srai_epi16(packed, 8);
-      for (int r = 0; r < ROWS; ++r) {
-        const int16_t* four = x[r][b].codes + 4 * q;
-        dots[r][0] = _mm512_dpwssd_epi32(dots[r][0], even, broadcast(four));
-        dots[r][1] = _mm512_dpwssd_epi32(dots[r][1], odd, broadcast(four + 2));
+      for (int odd = 0; odd < 2; ++odd) {
+        const __m512i w = _mm512_srai_epi16(odd ? packed : _mm512_slli_epi16(packed, 8), 8);
+        for (int r = 0; r < ROWS; ++r) {
+          const int16_t* two = results.x[r][b].codes + 4 * q + 2 * odd;
+          dots.of[r][odd] = _mm512_dpwssd_epi32(dots.of[r][odd], w, broadcast(two));
+        }
       }
     }
-    const __m512 scale = halves(job.scales + 2 * b * kPanel);
-    for (int r = 0; r < ROWS; ++r) {
-      const __m512i dot = _mm512_add_epi32(dots[r][0], dots[r][1]);
-      const __m512 value = _mm512_mul_ps(_mm512_cvtepi32_ps(dot), _mm512_set1_ps(x[r][b].scale));
-      sums[r] = _mm512_fmadd_ps(value, scale, sums[r]);
-    }
+    results.template add<false>(job, b, dots);
   }
-  for (int r = 0; r < ROWS; ++r)
-    _mm512_storeu_ps(job.out + (first + r) * job.out_stride, sums[r]);
+  results.store(job, first);
 }
 
-void q4_8(const PanelJob& job) {
-  int64_t row = 0;
-  for (; row + 6 <= job.rows; row += 6) q4_rows<6, 1>(job, row);
-  for (; row + 2 <= job.rows; row += 2) q4_rows<2, 1>(job, row);
-  if (row < job.rows) q4_rows<1, 1>(job, row);
-}
-
-void q4_16(const PanelJob& job) {
-  int64_t row = 0;
-  for (; row + 4 <= job.rows; row += 4) q4_rows<4, 2>(job, row);
-  for (; row + 2 <= job.rows; row += 2) q4_rows<2, 2>(job, row);
-  if (row < job.rows) q4_rows<1, 2>(job, row);
-}
-
-void q8(const PanelJob& job) {
-  int64_t row = 0;
-  for (; row + 6 <= job.rows; row += 6) q8_rows<6>(job, row);
-  for (; row + 2 <= job.rows; row += 2) q8_rows<2>(job, row);
-  if (row < job.rows) q8_rows<1>(job, row);
-}
+#define BY_SIX(name)                                                \
+  void name(const PanelJob& job) {                                  \
+    int64_t row = 0;                                                \
+    for (; row + 6 <= job.rows; row += 6) name##_rows<6>(job, row); \
+    for (; row + 2 <= job.rows; row += 2) name##_rows<2>(job, row); \
+    if (row < job.rows) name##_rows<1>(job, row);                   \
+  }
+BY_SIX(q4_8)
+BY_SIX(q4_16)
+BY_SIX(q8_16)
 
 }  // namespace
 }  // namespace avx512
 
-const LinearLevel avx512_linear = {avx512::normalise,  avx512::gate,     avx512::to_bytes8,
-                                 avx512::to_bytes16, avx512::to_words, avx512::q4_8,
-                                 avx512::q4_16,      avx512::q8};
+const LinearLevel avx512_linear = {avx512::normalise, avx512::gate,  avx512::round8,
+                                   avx512::round16,   avx512::q4_8,  avx512::q4_16,
+                                   avx512::q8_16};
 
 }  // namespace minima
 

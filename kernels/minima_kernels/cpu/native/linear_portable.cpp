@@ -28,8 +28,7 @@ void gate(const float* x, int64_t inputs, float* out) {
 
 struct Rounded {
   int32_t codes[kBlock];
-  float scale;
-  float sum;
+  float scale, sum;
 };
 
 Rounded round_block(const float* x, float limit) {
@@ -44,7 +43,8 @@ Rounded round_block(const float* x, float limit) {
   Rounded rounded;
   int32_t total = 0;
   for (int i = 0; i < kBlock; ++i) {
-    rounded.codes[i] = step.inverse == 0 ? 0 : static_cast<int32_t>(std::lrintf(x[i] * step.inverse));
+    const float scaled = step.inverse == 0 ? 0 : x[i] * step.inverse;
+    rounded.codes[i] = static_cast<int32_t>(std::lrintf(scaled));
     total += rounded.codes[i];
   }
   rounded.scale = step.scale;
@@ -52,28 +52,23 @@ Rounded round_block(const float* x, float limit) {
   return rounded;
 }
 
-template <int PLANES>
-void to_bytes(const float* x, int64_t blocks, BytesBlock* out) {
+void round8(const float* x, int64_t blocks, Block8* out) {
   for (int64_t b = 0; b < blocks; ++b) {
-    const Rounded rounded = round_block(x + b * kBlock, PLANES == 2 ? kLimit16 : kLimit8);
-    for (int i = 0; i < kBlock; ++i) {
-      const int32_t code = rounded.codes[i];
-      const int32_t low = PLANES == 2 ? static_cast<int8_t>(code & 255) : 0;
-      out[b].low[i] = static_cast<int8_t>(low);
-      out[b].high[i] = static_cast<int8_t>(PLANES == 2 ? (code - low) / 256 : code);
-    }
+    const Rounded rounded = round_block(x + b * kBlock, kLimit8);
+    for (int i = 0; i < kBlock; ++i) out[b].codes[i] = static_cast<int8_t>(rounded.codes[i]);
     out[b].scale = rounded.scale;
     out[b].sum = rounded.sum;
   }
 }
 
-void to_words(const float* x, int64_t blocks, WordsBlock* out) {
+void round16(const float* x, int64_t blocks, Block16* out) {
   static const int order[] = {0, 2, 1, 3};
   for (int64_t b = 0; b < blocks; ++b) {
     const Rounded rounded = round_block(x + b * kBlock, kLimit16);
     for (int i = 0; i < kBlock; ++i)
       out[b].codes[i] = static_cast<int16_t>(rounded.codes[i / 4 * 4 + order[i % 4]]);
     out[b].scale = rounded.scale;
+    out[b].sum = rounded.sum;
   }
 }
 
@@ -83,22 +78,33 @@ INLINE float half_at(const uint8_t* p, int64_t index) {
   return half_to_float(bits);
 }
 
-template <int PLANES>
+// The codes of a block's activations in the order of the inputs.
+INLINE void in_order(const Block8& block, int32_t* codes) {
+  for (int i = 0; i < kBlock; ++i) codes[i] = block.codes[i];
+}
+INLINE void in_order(const Block16& block, int32_t* codes) {
+  for (int i = 0; i < kBlock; i += 4) {
+    codes[i] = block.codes[i];
+    codes[i + 1] = block.codes[i + 2];
+    codes[i + 2] = block.codes[i + 1];
+    codes[i + 3] = block.codes[i + 3];
+  }
+}
+
+template <typename Block>
 void q4(const PanelJob& job) {
   for (int64_t row = 0; row < job.rows; ++row) {
-    const BytesBlock* x = row_of<BytesBlock>(job, row);
+    const Block* x = row_of<Block>(job, row);
     float sums[kPanel] = {};
     for (int64_t b = 0; b < job.blocks; ++b) {
       const uint8_t* codes = job.codes + b * (kBlock * kPanel / 2);
-      int32_t wide[kBlock];
-      for (int i = 0; i < kBlock; ++i)
-        wide[i] = PLANES == 2 ? 256 * x[b].high[i] + x[b].low[i] : x[b].high[i];
-      int32_t dots[kPanel] = {};
+      int32_t x_codes[kBlock], dots[kPanel] = {};
+      in_order(x[b], x_codes);
       for (int q = 0; q < 4; ++q)
         for (int o = 0; o < kPanel; ++o)
           for (int j = 0; j < 4; ++j) {
             const int32_t code = codes[64 * q + 4 * o + j];
-            dots[o] += (code & 15) * wide[4 * q + j] + (code >> 4) * wide[4 * q + j + 16];
+            dots[o] += (code & 15) * x_codes[4 * q + j] + (code >> 4) * x_codes[4 * q + j + 16];
           }
       for (int o = 0; o < kPanel; ++o) {
         const float value = static_cast<float>(dots[o]) * x[b].scale;
@@ -110,20 +116,17 @@ void q4(const PanelJob& job) {
   }
 }
 
-void q8(const PanelJob& job) {
+void q8_16(const PanelJob& job) {
   for (int64_t row = 0; row < job.rows; ++row) {
-    const WordsBlock* x = row_of<WordsBlock>(job, row);
+    const Block16* x = row_of<Block16>(job, row);
     float sums[kPanel] = {};
     for (int64_t b = 0; b < job.blocks; ++b) {
       const int8_t* codes = reinterpret_cast<const int8_t*>(job.codes + b * (kBlock * kPanel));
-      int32_t dots[kPanel] = {};
-      for (int q = 0; q < 8; ++q) {
-        const int16_t* four = x[b].codes + 4 * q;
-        for (int o = 0; o < kPanel; ++o) {
-          const int8_t* code = codes + 64 * q + 4 * o;
-          dots[o] += code[0] * four[0] + code[2] * four[1] + code[1] * four[2] + code[3] * four[3];
-        }
-      }
+      int32_t x_codes[kBlock], dots[kPanel] = {};
+      in_order(x[b], x_codes);
+      for (int q = 0; q < 8; ++q)
+        for (int o = 0; o < kPanel; ++o)
+          for (int j = 0; j < 4; ++j) dots[o] += codes[64 * q + 4 * o + j] * x_codes[4 * q + j];
       for (int o = 0; o < kPanel; ++o)
         sums[o] += static_cast<float>(dots[o]) * x[b].scale * half_at(job.scales, b * kPanel + o);
     }
@@ -135,8 +138,7 @@ void q8(const PanelJob& job) {
 }  // namespace portable
 
 const LinearLevel portable_linear = {
-    portable::normalise,   portable::gate,     portable::to_bytes<1>, portable::to_bytes<2>,
-    portable::to_words,    portable::q4<1>,    portable::q4<2>,       portable::q8,
-};
+    portable::normalise,  portable::gate,        portable::round8, portable::round16,
+    portable::q4<Block8>, portable::q4<Block16>, portable::q8_16};
 
 }  // namespace minima

@@ -1,7 +1,7 @@
 // Shared by all levels of linear.h. Included inside a level's namespace.
 
 constexpr float kLimit8 = 127;
-constexpr float kLimit16 = 127 * 257;  // high and low byte at most 127
+constexpr float kLimit16 = 32767;
 
 // What 32 activations are multiplied by, and what undoes it.
 struct Step {

@@ -1,11 +1,11 @@
 // Preparing and rounding activations with 256-bit vectors, for the AVX2 and AVX-512 levels. Included inside a
 // level's namespace.
 
-constexpr int64_t kAhead = 8192;  // bytes
-
 INLINE __m256i load256(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 
-// With few rows the weights come from memory, too fast for the hardware to see it in time.
+constexpr int64_t kAhead = 8192;  // bytes
+
+// The first rows meet weights that are in memory still; the hardware alone fetches them too late.
 template <int BLOCK_BYTES>
 INLINE void prefetch(const PanelJob& job, int64_t block) {
   const uint8_t* ahead = job.codes + block * BLOCK_BYTES + kAhead;
@@ -101,40 +101,21 @@ INLINE int32_t total(const Rounded& rounded) {
   return _mm_cvtsi128_si32(_mm_add_epi32(y, _mm_shuffle_epi32(y, 0xb1)));
 }
 
-// 32 integers that fit in a byte each, to bytes in their order.
-INLINE void store_bytes(int8_t* out, const __m256i values[4]) {
-  const __m256i packed = _mm256_packs_epi16(_mm256_packs_epi32(values[0], values[1]),
-                                            _mm256_packs_epi32(values[2], values[3]));
+void round8(const float* x, int64_t blocks, Block8* out) {
   const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out),
-                      _mm256_permutevar8x32_epi32(packed, order));
-}
-
-void to_bytes8(const float* x, int64_t blocks, BytesBlock* out) {
   for (int64_t b = 0; b < blocks; ++b) {
     const Rounded rounded = round_block(x + b * kBlock, kLimit8);
-    store_bytes(out[b].high, rounded.codes);
+    const __m256i packed =
+        _mm256_packs_epi16(_mm256_packs_epi32(rounded.codes[0], rounded.codes[1]),
+                           _mm256_packs_epi32(rounded.codes[2], rounded.codes[3]));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out[b].codes),
+                        _mm256_permutevar8x32_epi32(packed, order));
     out[b].scale = rounded.scale;
     out[b].sum = rounded.scale * static_cast<float>(total(rounded));
   }
 }
 
-void to_bytes16(const float* x, int64_t blocks, BytesBlock* out) {
-  for (int64_t b = 0; b < blocks; ++b) {
-    const Rounded rounded = round_block(x + b * kBlock, kLimit16);
-    __m256i high[4], low[4];
-    for (int i = 0; i < 4; ++i) {
-      low[i] = _mm256_srai_epi32(_mm256_slli_epi32(rounded.codes[i], 24), 24);
-      high[i] = _mm256_srai_epi32(_mm256_sub_epi32(rounded.codes[i], low[i]), 8);
-    }
-    store_bytes(out[b].high, high);
-    store_bytes(out[b].low, low);
-    out[b].scale = rounded.scale;
-    out[b].sum = rounded.scale * static_cast<float>(total(rounded));
-  }
-}
-
-void to_words(const float* x, int64_t blocks, WordsBlock* out) {
+void round16(const float* x, int64_t blocks, Block16* out) {
   for (int64_t b = 0; b < blocks; ++b) {
     const Rounded rounded = round_block(x + b * kBlock, kLimit16);
     for (int i = 0; i < 2; ++i) {
@@ -145,5 +126,6 @@ void to_words(const float* x, int64_t blocks, WordsBlock* out) {
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(out[b].codes + 16 * i), swapped);
     }
     out[b].scale = rounded.scale;
+    out[b].sum = rounded.scale * static_cast<float>(total(rounded));
   }
 }
