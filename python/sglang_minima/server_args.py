@@ -98,10 +98,10 @@ class ServerArgs:
     quantization: Literal["auto", "none", "fp16", "int8", "int4", "gguf"] = _setting(
         "auto",
         "model",
-        "weights on the CPU: fp16 (float32 arithmetic; needs AVX2), int8 or int4 (blocks of 32 in "
-        "native kernels), gguf (the file's own Q4_0, Q4_1 and Q8_0 blocks, the rest fp16), none: "
-        "the compute dtype (auto: the fastest that keeps the model's answers: gguf or else fp16 "
-        "where the compute dtype is float32, else none)",
+        "weights on the CPU: fp16 (float32 arithmetic; needs AVX2), gguf (the file's own Q4_0, "
+        "Q4_1 and Q8_0 blocks, the rest fp16), int8 (blocks of 32), int4 (the same, activations "
+        "of 8 bits: the fastest), none: the compute dtype (auto: the fastest that keeps the "
+        "model's answers: gguf or else fp16 where the compute dtype is float32, else none)",
     )
     device: Literal["auto", "cpu", "cuda"] = _setting("auto", "model", "where the model runs")
     cpu_threads: int | None = _setting(

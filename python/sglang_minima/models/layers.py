@@ -111,11 +111,11 @@ class Attention(nn.Module):
         sizes = (self.num_heads, self.num_kv_heads)
         if self.q_norm is None or self.k_norm is None:
             # One pass over q and k together: at few rows each small operation counts.
-            qk, v = heads.split((sum(sizes), self.num_kv_heads), dim=1)
+            qk, v = torch.split(heads, [sum(sizes), self.num_kv_heads], dim=1)
             q, k = torch.split(rotate(qk, cos, sin), list(sizes), dim=1)
             q, k = q.contiguous(), k.contiguous()
         else:
-            q, k, v = heads.split((*sizes, self.num_kv_heads), dim=1)
+            q, k, v = torch.split(heads, [*sizes, self.num_kv_heads], dim=1)
             q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
         return backend.attend(self.layer, q, k, v).reshape(len(qkv), -1)
 

@@ -1,8 +1,9 @@
 """Weights in fewer bits on the CPU.
 
 fp16 is float16 weights in float32 arithmetic (torch's fbgemm). int8, int4 and gguf are blocks of 32
-weights with a scale in the native kernels, which round blocks of activations to 16-bit integers.
-What each costs and changes was measured: `benchmark/weights.py`.
+weights with a scale in the native kernels, which round blocks of activations to integers: 16 bits,
+which changes nothing that is seen; under int4 8 bits, which is the fastest. What each costs and
+changes was measured: `benchmark/weights.py`.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def take_blocks(model: CausalLM, choice: Quantization, model_dir: Path) -> None:
             wanted = BlockKind.Q8
         module = model.get_submodule(name)
         if panels.kind == wanted and isinstance(module, Linear):
-            _replace(model, name, BlockLinear(module, panels))
+            _replace(model, name, BlockLinear(module, panels, _activation_bits(choice, panels)))
 
 
 def quantize_model(model: CausalLM, choice: Quantization) -> None:
@@ -129,7 +130,12 @@ def quantize_model(model: CausalLM, choice: Quantization) -> None:
                 f"{module.weight.shape[1]}."
             )
         rounded = round_to_q8 if choice == "int8" or name in _LOOKUPS else round_to_q4
-        _replace(model, name, BlockLinear(module, rounded(module.weight.detach())))
+        panels = rounded(module.weight.detach())
+        _replace(model, name, BlockLinear(module, panels, _activation_bits(choice, panels)))
+
+
+def _activation_bits(choice: Quantization, panels: Panels) -> Literal[8, 16]:
+    return 8 if choice == "int4" and panels.kind == BlockKind.Q4 else 16
 
 
 def _replace(model: CausalLM, name: str, module: nn.Module) -> None:
@@ -178,8 +184,11 @@ class Float16Linear(QuantizedLinear):
 class BlockLinear(QuantizedLinear):
     """Weights in blocks of 32, products in integers: see `minima_kernels.cpu.linear`."""
 
-    def __init__(self, source: Linear, panels: Panels) -> None:
+    def __init__(
+        self, source: Linear, panels: Panels, activation_bits: Literal[8, 16] = 16
+    ) -> None:
         super().__init__()
+        self.activation_bits: Literal[8, 16] = activation_bits
         self.bias = source.bias  # a parameter still: the loader may fill it later
         self.shape = source.weight.shape
         self.panels = panels
@@ -189,7 +198,9 @@ class BlockLinear(QuantizedLinear):
         """Made at the first use, when the bias is there."""
         bias = None if self.bias is None else self.bias.detach().float()
         outputs, inputs = self.shape
-        return BlockMatrix(self.panels.kind, outputs, inputs, self.panels.data, bias)
+        return BlockMatrix(
+            self.panels.kind, outputs, inputs, self.panels.data, bias, self.activation_bits
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.matrix.multiply(x.float()).to(x.dtype)
