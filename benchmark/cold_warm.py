@@ -123,7 +123,7 @@ class Variant:
         assert request.table is not None
         work = Work(request.table, request.tokens[cached:], cached)
         batch = build_batch([work], DecodeRows([], [], []), self.cache, self.runner.device)
-        hidden = self.runner.forward(batch)
+        hidden = self.runner.forward(batch).hidden
         self.cache.release(request)
         return self.runner.logits(hidden[-SCORED:])
 

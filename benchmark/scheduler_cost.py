@@ -46,7 +46,7 @@ from sglang_minima.cache.prefix_cache import PrefixCache
 from sglang_minima.cache.profile import build_profile
 from sglang_minima.messages import GenerateRequest, TokenBatch, TokenOutput
 from sglang_minima.runner.batch import ForwardBatch
-from sglang_minima.runner.model_runner import ModelRunner
+from sglang_minima.runner.model_runner import ForwardOutput, ModelRunner
 from sglang_minima.sampling_params import SamplingParams
 from sglang_minima.scheduler.garbage import avoid_full_collections, forget_old_objects
 from sglang_minima.scheduler.scheduler import Scheduler
@@ -92,17 +92,18 @@ class StubRunner:
 
     device = torch.device("cpu")
     context_length = 1 << 20
+    decode_memory = None
 
     def __init__(self, watch: Stopwatch) -> None:
         self._logits = torch.randn(RUNNING, VOCAB)
         self._model = watch.wrap(lambda batch: torch.zeros(len(batch.input_ids), 1))
         self.logits = watch.wrap(self._head)
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch) -> ForwardOutput:
         if batch.decode_plan is not None:
             # What the first layer does: its work list is host work too.
             assert batch.decode_plan.native.num_rows > 0
-        return self._model(batch)
+        return ForwardOutput(self._model(batch), None, self.logits)
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._logits[: len(hidden)]

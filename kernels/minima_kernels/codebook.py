@@ -78,3 +78,9 @@ def codebook(levels: int, device: torch.device) -> Codebook:
     centroids = torch.tensor([round(c / step) * step for c in exact], dtype=torch.float64)
     boundaries = (centroids[1:] + centroids[:-1]) / 2
     return Codebook(centroids.float().to(device), boundaries.float().to(device))
+
+
+@cache
+def boundaries(levels: int) -> tuple[float, ...]:
+    """The boundaries of the codebook, as numbers of the host: a GPU is not waited for."""
+    return tuple(codebook(levels, torch.device("cpu")).boundaries.tolist())

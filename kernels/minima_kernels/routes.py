@@ -23,9 +23,9 @@ class RouteCounters:
     def __init__(self) -> None:
         self._counts: Counter[Route] = Counter()
 
-    def count(self, operation: str, route: str, reason: str = "") -> None:
-        """Count one use."""
-        self._counts[Route(operation, route, reason)] += 1
+    def count(self, operation: str, route: str, reason: str = "", times: int = 1) -> None:
+        """Count one use, or several."""
+        self._counts[Route(operation, route, reason)] += times
 
     def snapshot(self) -> dict[Route, int]:
         """A copy of all counts."""

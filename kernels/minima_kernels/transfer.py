@@ -16,8 +16,10 @@ from minima_kernels.kinds import PageKind
 from minima_kernels.routes import ROUTES, RouteCounters
 from minima_kernels.shares import read_shares, write_shares
 
-# Expanded values held at once while pages are re-encoded; about ten times that in bytes.
+# Expanded values held at once while pages are re-encoded; about ten times that in bytes. On a GPU
+# fewer would leave most of it idle.
 _MAX_SCRATCH_VALUES = 1 << 21
+_MAX_SCRATCH_VALUES_GPU = 1 << 25
 
 
 class _LayerRun(NamedTuple):
@@ -81,14 +83,13 @@ def retier(
         )
         return
     routes.count("retier", "torch", reason)
+    most_values = _MAX_SCRATCH_VALUES_GPU if arena.is_cuda else _MAX_SCRATCH_VALUES
     for run in runs:
         size = run.source.layer_bytes(geometry)
         new_size = run.destination.layer_bytes(geometry)
-        layers_per_tile = max(1, _MAX_SCRATCH_VALUES // geometry.values_per_layer)
+        layers_per_tile = max(1, most_values // geometry.values_per_layer)
         layers_per_tile = min(layers_per_tile, run.num_layers)
-        pages_per_tile = max(
-            1, _MAX_SCRATCH_VALUES // (geometry.values_per_layer * layers_per_tile)
-        )
+        pages_per_tile = max(1, most_values // (geometry.values_per_layer * layers_per_tile))
         for first in range(0, run.num_layers, layers_per_tile):
             count = min(layers_per_tile, run.num_layers - first)
             offset = source_kind.layer_offset(run.first_layer + first, geometry)

@@ -45,7 +45,7 @@ def _refused(says: str, *flags: str) -> ForeignFlag:
 _ONE_DEVICE = "a server runs on one GPU or CPU; start several and put a router in front"
 _MEMORY = "pages stay on one device: old ones are compressed (--kv-profile) or evicted"
 _CHOSEN = "kernels are chosen by the machine"
-_GRAPHS = "no CUDA graphs are captured"
+_GRAPHS = "decode steps are captured up to --max-running-requests (256 at most)"
 
 FOREIGN_FLAGS = (
     ForeignFlag(
@@ -68,7 +68,7 @@ FOREIGN_FLAGS = (
     _switch("code from a model's directory is never run", "--trust-remote-code"),
     _switch("prefill and decode always share steps", "--enable-mixed-chunk"),
     _switch("there is no overlap schedule to switch off", "--disable-overlap-schedule"),
-    _switch(_GRAPHS, "--disable-cuda-graph", "--disable-cuda-graph-padding"),
+    _switch(_GRAPHS, "--disable-cuda-graph-padding"),
     _switch("nothing is compiled at the start", "--enable-torch-compile"),
     _switch("one device needs no reduction", "--disable-custom-all-reduce", "--enable-p2p-check"),
     _value(_GRAPHS, "--cuda-graph-max-bs"),

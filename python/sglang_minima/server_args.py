@@ -107,6 +107,9 @@ class ServerArgs:
     cpu_threads: int | None = _setting(
         None, "model", "torch threads on the CPU (default: all cores)", unit="THREADS"
     )
+    disable_cuda_graph: bool = _setting(
+        False, "model", "launch every kernel of a decode step on its own (on a GPU)"
+    )
     random_seed: int | None = _setting(
         None, "model", "seed of unseeded sampling (default: from the system)"
     )

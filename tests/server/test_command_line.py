@@ -129,10 +129,11 @@ def test_errors_of_the_file_name_the_file(
 
 def test_accepted_flags_are_noted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     argv = ["--enable-metrics", "--attention-backend", "flashinfer", "--tp", "1"]
-    path = config(tmp_path, "disable-cuda-graph: true\nenable-cache-report: false\n")
+    path = config(tmp_path, "disable-cuda-graph-padding: true\nenable-cache-report: false\n")
     assert parse_args([*argv, "--config", path]) == ServerArgs()
     assert capsys.readouterr().err.splitlines() == [
-        "note: --disable-cuda-graph: no CUDA graphs are captured",
+        "note: --disable-cuda-graph-padding: decode steps are captured up to "
+        "--max-running-requests (256 at most)",
         "note: --enable-metrics: metrics are always served at /metrics",
         "note: --attention-backend flashinfer: kernels are chosen by the machine",
     ]

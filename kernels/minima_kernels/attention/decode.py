@@ -18,6 +18,7 @@ from minima_kernels.cpu.decode import NativeDecode, flatten_decode, run_native_d
 from minima_kernels.cpu.route import fallback_reason, reason_now
 from minima_kernels.cuda.decode import CudaDecode
 from minima_kernels.cuda.route import decode_reason, group_reason
+from minima_kernels.cuda.space import DecodeSpace, SpaceExceeded
 from minima_kernels.geometry import KVGeometry
 from minima_kernels.kinds import PageKind
 from minima_kernels.rotation import Rotation
@@ -45,6 +46,7 @@ class DecodePlan:
     device: torch.device
     scratch_bytes: int
     query_bits: int
+    space: DecodeSpace | None = None
 
     @cached_property
     def page_entries(self) -> PageEntries:
@@ -77,19 +79,28 @@ class DecodePlan:
         return {}
 
     def cuda(self, num_heads: int) -> CudaDecode:
-        """Work lists, launches and scratch of the CUDA kernels for a number of query heads."""
+        """Work lists, launches and scratch of the CUDA kernels for a number of query heads;
+        in memory of its own if the plan does not fit ``space``."""
         found = self._cuda.get(num_heads)
         if found is None:
-            found = self._cuda[num_heads] = CudaDecode(
-                self.segments,
-                self.num_rows,
-                num_heads,
-                self.kinds,
-                self.geometry,
-                self.device,
-                self.query_bits,
-            )
+            try:
+                found = self._make_cuda(num_heads, self.space)
+            except SpaceExceeded:
+                found = self._make_cuda(num_heads, None)
+            self._cuda[num_heads] = found
         return found
+
+    def _make_cuda(self, num_heads: int, space: DecodeSpace | None) -> CudaDecode:
+        return CudaDecode(
+            self.segments,
+            self.num_rows,
+            num_heads,
+            self.kinds,
+            self.geometry,
+            self.device,
+            self.query_bits,
+            space,
+        )
 
     @cached_property
     def chunk_groups(self) -> ChunkGroups:
@@ -105,6 +116,7 @@ def plan_decode(
     device: torch.device | str,
     scratch_bytes: int = DEFAULT_SCRATCH_BYTES,
     query_bits: int = 15,
+    space: DecodeSpace | None = None,
 ) -> DecodePlan:
     """Plan decode attention of ``num_rows`` requests, one query row each.
 
@@ -114,6 +126,8 @@ def plan_decode(
         device: of the arena.
         scratch_bytes: bound on the expanded tile and its scores (a single chunk may exceed it).
         query_bits: 15, or 8 for a little more speed over TQ pages on a GPU at about 1 % error.
+        space: device memory for the CUDA kernels that serves plan after plan; the plan is good
+            until the next one in it. A plan has its own if there is none, or if it is too large.
 
     Raises:
         ValueError: a segment with a reader, kind or page length out of range, or other
@@ -129,6 +143,7 @@ def plan_decode(
         torch.device(device),
         scratch_bytes,
         query_bits,
+        space,
     )
 
 

@@ -26,9 +26,11 @@ from minima_kernels.attention.segments import Segments, check_segments
 from minima_kernels.attention.tile import Partial, attend, clear_tail
 from minima_kernels.cpu.extend import NativeExtend, flatten_extend, run_native_extend
 from minima_kernels.cpu.route import fallback_reason, reason_now
+from minima_kernels.cuda.extend import TILE_KEYS, flash_reason, run_flash_extend
 from minima_kernels.formats import Tile
 from minima_kernels.geometry import KVGeometry
 from minima_kernels.kinds import PageKind
+from minima_kernels.rotation import Rotation
 from minima_kernels.routes import ROUTES, RouteCounters
 from minima_kernels.shares import read_shares
 
@@ -80,7 +82,12 @@ class ExtendPlan:
     @cached_property
     def runs(self) -> tuple[CachedRun, ...]:
         """Work list of the torch route."""
-        return _cached_runs(self.segments, self.q_indptr, self.geometry, self.device)
+        return _cached_runs(self.segments, self.q_indptr, self.geometry, self.device, _TILE_KEYS)
+
+    @cached_property
+    def flash_runs(self) -> tuple[CachedRun, ...]:
+        """Work list of the flash attention route."""
+        return _cached_runs(self.segments, self.q_indptr, self.geometry, self.device, TILE_KEYS)
 
 
 def plan_extend(
@@ -124,6 +131,7 @@ def _cached_runs(
     q_indptr: Sequence[int],
     geometry: KVGeometry,
     device: torch.device,
+    tile_keys: int,
 ) -> tuple[CachedRun, ...]:
     """Tiles of the cached pages, grouped by who reads them."""
     num_requests = len(q_indptr) - 1
@@ -147,7 +155,7 @@ def _cached_runs(
             readers = segment.readers
         first_page = int(pages_read[segment.readers[0]])
         pages_read[segment.readers] += len(segment.addresses)
-        tiles.extend(_cut(segment, first_page, geometry.page_size, device))
+        tiles.extend(_cut(segment, first_page, geometry.page_size, device, tile_keys))
     close()
     return tuple(runs)
 
@@ -171,10 +179,14 @@ def _joined(segments: Sequence[CheckedSegment], geometry: KVGeometry) -> list[Ch
 
 
 def _cut(
-    segment: CheckedSegment, first_page: int, page_size: int, device: torch.device | str
+    segment: CheckedSegment,
+    first_page: int,
+    page_size: int,
+    device: torch.device | str,
+    tile_keys: int,
 ) -> list[CachedTile]:
     """Tiles of a segment, cut where the request's page count is a multiple of a tile's pages."""
-    pages_per_tile = max(1, _TILE_KEYS // page_size)
+    pages_per_tile = max(1, tile_keys // page_size)
     num_pages = len(segment.addresses)
     cuts = list(range(-first_page % pages_per_tile, num_pages, pages_per_tile))
     cuts = sorted({0, *cuts, num_pages})
@@ -220,16 +232,18 @@ def run_extend(
     layer: int,
     scale: float,
     *,
+    rotation: Rotation | None = None,
     routes: RouteCounters = ROUTES,
 ) -> AttentionOutput:
     """Attend from new tokens to the cached pages of their request and causally to each other.
 
     Args:
-        q: ``[N, Hq, D]``, rotated.
-        k, v: ``[N, H, D]``, rotated, of the new tokens, in the precision they were computed in.
+        q: ``[N, Hq, D]``, rotated, unless ``rotation`` is given.
+        k, v: ``[N, H, D]`` likewise, of the new tokens, in the precision they were computed in.
         arena: uint8 ``[bytes]``.
         layer: which layer's share of the pages to read.
         scale: factor on the scores.
+        rotation: rotates what is given and turns the output back.
 
     Raises:
         ValueError: ``q`` or ``k`` does not fit the plan.
@@ -242,6 +256,16 @@ def run_extend(
     if k.shape != (num_rows, heads, dim) or v.shape != k.shape:
         raise ValueError(f"keys {list(k.shape)} do not fit {num_rows} rows of {geometry}")
     reason = reason_now(plan.fallback_reason)
+    if plan.device.type == "cuda":
+        reason = reason_now(flash_reason(q.dtype, dim))
+        if reason is None:
+            routes.count("extend", "flash")
+            return run_flash_extend(plan, q, k, v, arena, layer, scale, rotation)
+    if rotation is not None:
+        dtype = q.dtype
+        q, k, v = (rotation.forward(x) for x in (q, k, v))
+        result = run_extend(plan, q, k, v, arena, layer, scale, routes=routes)
+        return result._replace(out=rotation.inverse(result.out).to(dtype))
     if reason is None:
         routes.count("extend", "native")
         threads = torch.get_num_threads()

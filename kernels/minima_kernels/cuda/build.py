@@ -14,6 +14,7 @@ from pathlib import Path
 from minima_kernels.cuda.order import HEAD_DIMS, PAGE_SIZE
 from minima_kernels.cuda.variants import (
     Variant,
+    append_variant,
     decode_variant,
     mass_variant,
     merge_variant,
@@ -45,6 +46,8 @@ def variants(
             if reason := unsupported([format_], geometry):
                 raise ValueError(f"no kernels for {reason}")
             found |= {decode_variant(format_, geometry, count): None for count in bits}
+            if format_.appendable:
+                found |= {append_variant(format_, geometry): None}
         found |= {prepare_variant(geometry): None, mass_variant(geometry): None}
         found |= {merge_variant(geometry, split): None for split in (1, 4)}
     return list(found)

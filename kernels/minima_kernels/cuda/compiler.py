@@ -49,7 +49,7 @@ def compile_kernel(source: str, macros: Mapping[str, int | str]) -> Path:
         RuntimeError: nvcc failed; the message has its output.
     """
     defines = [f"-D{name}={value}" for name, value in macros.items()]
-    digest = hashlib.sha256(_sources().encode())
+    digest = hashlib.sha256(_text(source).encode())
     digest.update("\0".join([source, *_OPTIONS, *defines]).encode())
     target = cache_folder() / f"{Path(source).stem}-{digest.hexdigest()[:20]}.cubin"
     if target.exists():
@@ -72,7 +72,7 @@ def compile_kernel(source: str, macros: Mapping[str, int | str]) -> Path:
 
 
 @cache
-def _sources() -> str:
-    """Text of all sources: a change of a header is a change of every kernel."""
-    paths = sorted(path for path in _NATIVE.iterdir() if path.suffix in (".cu", ".cuh"))
+def _text(source: str) -> str:
+    """Text of a source and of all headers: a change of a header is a change of every kernel."""
+    paths = [_NATIVE / source, *sorted(_NATIVE.glob("*.cuh"))]
     return "".join(f"{path.name}\0{path.read_text()}\0" for path in paths)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -20,10 +22,11 @@ from minima_kernels.cuda.plan import (
     make_merge_lists,
     make_tiles,
     mass_columns,
-    pack_arrays,
     prepare_columns,
 )
+from minima_kernels.cuda.space import DecodeSpace, SpaceExceeded
 from minima_kernels.cuda.variants import (
+    DTYPES,
     decode_variant,
     mass_variant,
     merge_variant,
@@ -34,7 +37,6 @@ from minima_kernels.geometry import KVGeometry
 from minima_kernels.kinds import PageKind
 from minima_kernels.rotation import Rotation
 
-_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _LOG2_E = 1.4426950408889634
 
 # Up to this many (row, head) pairs the merge shares out the partials of each among more threads.
@@ -64,8 +66,16 @@ class _Attention(NamedTuple):
 class CudaDecode:
     """A decode plan for one number of query heads.
 
-    All device memory that runs need, apart from their outputs, is allocated here and stays in
-    place, so a run launches kernels only and can be captured in a CUDA graph.
+    All device memory that runs need, apart from their outputs, is that of ``space`` and stays in
+    place, so a run launches kernels only and can be captured in a CUDA graph. A space with limits
+    holds one plan at a time: making the next one ends this one.
+
+    Attributes:
+        signature: captured runs of plans in one space may be replayed for each other where it is
+            equal; ``None`` where the space is this plan's own.
+
+    Raises:
+        SpaceExceeded: the plan does not fit the space.
     """
 
     def __init__(
@@ -77,7 +87,10 @@ class CudaDecode:
         geometry: KVGeometry,
         device: torch.device,
         query_bits: int,
+        space: DecodeSpace | None = None,
     ) -> None:
+        self._space = space = DecodeSpace(device) if space is None else space
+        limits = space.limits
         self._num_rows, self._num_heads = num_rows, num_heads
         self._kinds, self._geometry, self._device = kinds, geometry, device
         self._query_bits = query_bits
@@ -88,8 +101,9 @@ class CudaDecode:
             "pages": table.addresses,
             "prepare_columns": prepare_columns(tiles, num_heads, self._group_size),
             "mass_columns": mass_columns(tiles, self._group_size),
-            "entry_rows": entry_rows(table),
         }
+        if limits is None:
+            arrays["entry_rows"] = entry_rows(table)
         used = np.unique(table.kind_index).tolist()
         self._cuts: dict[tuple[int, ...], _Cut] = {}
         self._layer_cuts: list[_Cut] = []
@@ -101,44 +115,59 @@ class CudaDecode:
                 self._cuts[key] = cut = _Cut(len(self._cuts), grids)
                 num_slots = max(num_slots, self._add_work(arrays, table, tiles, cut))
             self._layer_cuts.append(self._cuts[key])
-        packed = pack_arrays(arrays)
-        self._ints = torch.from_numpy(packed.data).to(device)
-        self._address = {name: self._ints[start:] for name, start in packed.starts.items()}
         formats = {format_ for k in used for format_ in kinds[k].formats}
         plain = [format_ for format_ in (F16, BF16) if format_ in formats]
         if len(plain) == 2:
             raise ValueError("pages of BF16 and of F16 in one plan")
-        dim = geometry.head_dim
-        self._plane = plane = len(tiles.block) * geometry.num_kv_heads
+        self.signature: Hashable = None if limits is None else (num_rows, tuple(used))
+        dim, heads = geometry.head_dim, geometry.num_kv_heads
+        num_tiles = len(tiles.block)
+        most_tiles = num_tiles if limits is None else limits.tiles_of(num_rows)
+        if num_tiles > most_tiles:
+            raise SpaceExceeded(f"{num_tiles} tiles, room for {most_tiles}")
+        # Tiles that are not there have no columns.
+        missing = np.full((most_tiles - num_tiles) * COLUMNS, -1, dtype=np.int32)
+        arrays["prepare_columns"] = np.append(arrays["prepare_columns"], missing).astype(np.int32)
+        all_tiles = num_tiles if limits is None else limits.tiles
+        self._prepared = most_tiles * heads
+        self._plane = plane = all_tiles * heads
+        most_slots = num_slots if limits is None else limits.items
 
-        def buffer(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
+        def buffer(
+            name: str, count: int, width: int, most: int, dtype: torch.dtype = torch.int32
+        ) -> torch.Tensor:
+            return space.buffer(name, count, width, most, dtype)
 
         self._q_bytes = None
         if any(isinstance(format_, TQ) for format_ in formats):
-            self._q_bytes = buffer(2 * plane, dim * 2)
-        self._pieces = buffer(plane, dim * 8)
-        self._plain = buffer(plane, dim * 8) if plain else None
-        self._q_scale = buffer(plane, COLUMNS, dtype=torch.float32)
-        self._part_o = buffer(num_slots * COLUMNS, dim, dtype=torch.float32)
-        self._part_ml = buffer(num_slots * COLUMNS, 2, dtype=torch.float32)
-        self._prepare = self._make_prepare(plain == [BF16])
-        self._merges = [self._make_merge(index) for index in range(len(self._cuts))]
+            self._q_bytes = buffer("query bytes", 2 * plane, dim * 2, 2 * plane)
+        self._pieces = buffer("query pieces", plane, dim * 8, plane)
+        self._plain = buffer("query halves", plane, dim * 8, plane) if plain else None
+        self._q_scale = buffer("query scales", plane, COLUMNS, plane, torch.float32)
+        partials = num_slots * COLUMNS, most_slots * COLUMNS
+        self._part_o = buffer("partials", partials[0], dim, partials[1], torch.float32)
+        self._part_ml = buffer("partial sums", partials[0], 2, partials[1], torch.float32)
+        self._address = space.load(arrays)
         self._attentions: dict[tuple[int, bool], tuple[_Attention, ...]] = {}
+        self._prepare = self._launch(
+            ("prepare", num_rows, tuple(used)), lambda: self._make_prepare(plain == [BF16])
+        )
+        self._merges = [
+            self._launch(("merge", num_rows, cut), partial(self._make_merge, cut))
+            for cut in range(len(self._cuts))
+        ]
+
+    def _launch(self, key: Hashable, make: Callable[[], Launch]) -> Launch:
+        """The launch over the space's memory that was made before under this key, or a new one."""
+        found = self._space.launches.get(key)
+        if found is None:
+            found = self._space.launches[key] = make()
+        return found
 
     @property
     def scratch_bytes(self) -> int:
         """Device memory held: work lists, query fragments, partials."""
-        tensors = (
-            self._ints,
-            self._q_bytes,
-            self._pieces,
-            self._plain,
-            self._q_scale,
-            self._part_o,
-            self._part_ml,
-        )
-        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+        return self._space.num_bytes
 
     def run(
         self,
@@ -153,12 +182,14 @@ class CudaDecode:
 
         With ``rotation``, queries are given and outputs returned unrotated.
         """
-        q = (q if q.dtype in _DTYPES else q.float()).contiguous()
-        dtype = _DTYPES[q.dtype]
+        q = (q if q.dtype in DTYPES else q.float()).contiguous()
+        dtype = DTYPES[q.dtype]
         out = torch.empty_like(q)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         mass = None
         if page_mass:
+            if self._space.limits is not None:
+                raise ValueError("page mass needs a plan with memory of its own")
             shape = self._num_entries, self._num_heads
             mass = torch.empty(shape, dtype=torch.float32, device=q.device)
         rotate = int(rotation is not None)
@@ -172,7 +203,7 @@ class CudaDecode:
         prepare.set(_PREPARE_SCALE, scale * _LOG2_E)
         prepare.set(_PREPARE_ROTATE, rotate)
         prepare.set(_PREPARE_SIGNS, signs_address)
-        if self._plane:
+        if self._prepared:
             prepare.call(stream)
         for attention in self._layer_attentions(layer, page_mass):
             attention.launch.set(_ATTEND_SHARE, arena.data_ptr() + attention.offset)
@@ -238,7 +269,7 @@ class CudaDecode:
         arguments.append(self._q_scale)
         # Everything earlier on the stream, above all the append of this step's tokens, is done when
         # it starts; what follows it may rely on that.
-        return Launch(function, (self._plane, 1), arguments, overlaps=False)
+        return Launch(function, (self._prepared, 1), arguments, overlaps=False)
 
     def _layer_attentions(self, layer: int, page_mass: bool) -> tuple[_Attention, ...]:
         key = layer, page_mass
@@ -246,14 +277,23 @@ class CudaDecode:
         if found is None:
             cut = self._layer_cuts[layer]
             found = self._attentions[key] = tuple(
-                self._make_attention(layer, page_mass, cut, kind_index, chained=place > 0)
+                self._attention(layer, page_mass, cut, kind_index, chained=place > 0)
                 for place, kind_index in enumerate(cut.grids)
             )
         return found
 
-    def _make_attention(
+    def _attention(
         self, layer: int, page_mass: bool, cut: _Cut, kind_index: int, *, chained: bool
     ) -> _Attention:
+        launch = self._launch(
+            ("attend", layer, page_mass, cut.number, kind_index, chained),
+            lambda: self._make_attention(layer, page_mass, cut, kind_index, chained=chained),
+        )
+        return _Attention(launch, self._kinds[kind_index].layer_offset(layer, self._geometry))
+
+    def _make_attention(
+        self, layer: int, page_mass: bool, cut: _Cut, kind_index: int, *, chained: bool
+    ) -> Launch:
         geometry, kind = self._geometry, self._kinds[kind_index]
         format_ = kind.formats[layer]
         variant = decode_variant(format_, geometry, self._query_bits)
@@ -281,8 +321,7 @@ class CudaDecode:
             int(chained),
         ]
         grid = cut.grids[kind_index], 1
-        launch = Launch(function, grid, arguments, overlaps=True)
-        return _Attention(launch, kind.layer_offset(layer, geometry))
+        return Launch(function, grid, arguments, overlaps=True)
 
     def _make_merge(self, index: int) -> Launch:
         geometry = self._geometry

@@ -168,6 +168,10 @@ class Launch:
         """Change an argument: a number, or the address of a tensor."""
         self._values[index].value = value
 
+    def resize(self, blocks: int) -> None:
+        """Change the number of thread blocks along the first axis."""
+        self._config.grid[0] = blocks
+
     def call(self, stream: int) -> None:
         """Launch on a stream (``torch.cuda.Stream.cuda_stream``)."""
         self._config.stream = stream

@@ -23,6 +23,9 @@ from minima_kernels.geometry import KVGeometry
 
 _ROW_FORMATS: dict[Format, int] = {FP8: 0, F16: 1, BF16: 2}
 
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+"""Dtypes of queries, keys and values, and what the kernels call them."""
+
 MAX_GROUP = 16
 """Query heads per KV head, at most."""
 
@@ -54,7 +57,12 @@ class Variant:
 
     def load(self, name: str, device: torch.device) -> Function:
         """Kernel ``name`` on a device."""
-        return load_function(self.compile(), name, self.threads, self.has_shared, device)
+        return _load(self, name, device)
+
+
+@cache
+def _load(variant: Variant, name: str, device: torch.device) -> Function:
+    return load_function(variant.compile(), name, variant.threads, variant.has_shared, device)
 
 
 def unsupported(formats: Iterable[Format], geometry: KVGeometry) -> str:
@@ -97,6 +105,12 @@ def decode_variant(format_: Format, geometry: KVGeometry, query_bits: int) -> Va
 def prepare_variant(geometry: KVGeometry) -> Variant:
     """The kernel that makes query fragments."""
     return Variant("prepare.cu", (("HEAD_DIM", geometry.head_dim),), (256, 1), False)
+
+
+def append_variant(format_: Format, geometry: KVGeometry) -> Variant:
+    """The kernel that stores new rows in pages of a row format."""
+    macros = (("HEAD_DIM", geometry.head_dim), ("FORMAT", _ROW_FORMATS[format_]))
+    return Variant("append.cu", macros, (256, 1), False)
 
 
 def merge_variant(geometry: KVGeometry, split: int) -> Variant:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from minima_kernels.codebook import check_levels, codebook
+from minima_kernels.codebook import boundaries, check_levels, codebook
 from minima_kernels.formats.base import (
     Format,
     Layout,
@@ -42,7 +42,7 @@ def quantise(x: torch.Tensor, levels: int) -> Quantised:
     # A code is the number of boundaries below the value; counting them one boundary at a time is
     # several times faster than a binary search for each value.
     codes = torch.zeros_like(unit, dtype=torch.uint8)
-    for boundary in book.boundaries.tolist():
+    for boundary in boundaries(levels):
         codes += unit > boundary
     scales = root_mean_square
     if levels >= MIN_LEVELS_NORM_CORRECTED:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Protocol
 
 from torch import Tensor
@@ -23,3 +24,18 @@ class AttentionBackend(Protocol):
             [N, num_heads, head_dim], dtype of q.
         """
         ...
+
+
+class RopeBackend(ABC):
+    """A backend that applies RoPE itself, in the kernel that stores the keys."""
+
+    @abstractmethod
+    def attend_unturned(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor
+    ) -> Tensor:
+        """`AttentionBackend.attend` of q and k before RoPE.
+
+        Args:
+            q, k, v: possibly views with strided rows; heads and channels are contiguous.
+            cos, sin: as `layers.rotate` takes them.
+        """

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
-from sglang_minima.models.backend import AttentionBackend
+from sglang_minima.models.backend import AttentionBackend, RopeBackend
 from sglang_minima.models.config import ModelConfig
 from sglang_minima.models.layers import Attention, GatedMLP, Linear, RMSNorm, Rotary
 
@@ -22,7 +22,9 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_eps)
         self.mlp = GatedMLP(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, backend: AttentionBackend) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, backend: AttentionBackend | RopeBackend
+    ) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, backend)
         x = x + self.mlp(self.post_attention_layernorm(x))
         return x
@@ -62,7 +64,9 @@ class CausalLM(nn.Module, ABC):
     def attention(config: ModelConfig, layer: int) -> Attention:
         """The attention module of one layer."""
 
-    def forward(self, input_ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, attention: AttentionBackend | RopeBackend
+    ) -> Tensor:
         """Runs all layers.
 
         Args:

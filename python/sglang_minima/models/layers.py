@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from minima_kernels.cpu.library import native_library
 from minima_kernels.cpu.linear import rotate as native_rotate
-from sglang_minima.models.backend import AttentionBackend
+from sglang_minima.models.backend import AttentionBackend, RopeBackend
 from sglang_minima.models.config import ModelConfig
 from sglang_minima.models.rope import frequencies
 
@@ -101,13 +101,24 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_eps) if qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_eps) if qk_norm else None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, backend: AttentionBackend) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, backend: AttentionBackend | RopeBackend
+    ) -> Tensor:
         out: Tensor = self.o_proj(self.attend(self.qkv_proj(x), cos, sin, backend))
         return out
 
-    def attend(self, qkv: Tensor, cos: Tensor, sin: Tensor, backend: AttentionBackend) -> Tensor:
+    def attend(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, backend: AttentionBackend | RopeBackend
+    ) -> Tensor:
         """What lies between the projections: qkv [N, rows of qkv_proj] -> [N, inputs of o_proj]."""
         heads = qkv.view(qkv.shape[0], -1, self.head_dim)
+        if isinstance(backend, RopeBackend):
+            attended = self._attend_unturned(heads, cos, sin, backend)
+        else:
+            attended = self._attend(heads, cos, sin, backend)
+        return attended.reshape(len(qkv), -1)
+
+    def _attend(self, heads: Tensor, cos: Tensor, sin: Tensor, backend: AttentionBackend) -> Tensor:
         sizes = (self.num_heads, self.num_kv_heads)
         if self.q_norm is None or self.k_norm is None:
             # One pass over q and k together: at few rows each small operation counts.
@@ -117,7 +128,15 @@ class Attention(nn.Module):
         else:
             q, k, v = torch.split(heads, [*sizes, self.num_kv_heads], dim=1)
             q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
-        return backend.attend(self.layer, q, k, v).reshape(len(qkv), -1)
+        return backend.attend(self.layer, q, k, v)
+
+    def _attend_unturned(
+        self, heads: Tensor, cos: Tensor, sin: Tensor, backend: RopeBackend
+    ) -> Tensor:
+        q, k, v = torch.split(heads, [self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return backend.attend_unturned(self.layer, q, k, v, cos, sin)
 
 
 class GatedMLP(nn.Module):

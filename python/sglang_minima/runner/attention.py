@@ -10,7 +10,9 @@ import torch
 
 from minima_kernels import Rotation, append_tokens
 from minima_kernels.attention import run_decode, run_extend
+from minima_kernels.cuda.append import CudaAppend
 from sglang_minima.cache.arena import KVArena
+from sglang_minima.models.backend import RopeBackend
 from sglang_minima.runner.batch import ForwardBatch
 
 
@@ -57,3 +59,52 @@ class PagedAttention:
             outputs.append(run_decode(batch.decode_plan, q[split:], arena, layer, self._scale).out)
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return self._rotation.inverse(out)
+
+
+class CudaPagedAttention(RopeBackend):
+    """The same on a GPU: RoPE, rotation and storage in one kernel, the rotation of queries and
+    outputs within those of the decode."""
+
+    def __init__(self, arena: KVArena, rotation: Rotation) -> None:
+        buffer, geometry = arena.buffer, arena.geometry
+        self._arena = arena
+        self._rotation = rotation
+        self._append = CudaAppend(arena.profile.recent, geometry, rotation, buffer.device)
+        self._scale = geometry.head_dim**-0.5
+        self._batch: ForwardBatch | None = None
+
+    def bind(self, batch: ForwardBatch) -> None:
+        """Sets the batch that the following `attend_unturned` calls belong to."""
+        self._batch = batch
+
+    def attend_unturned(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+    ) -> torch.Tensor:
+        """`RopeBackend.attend_unturned`: stores k and v, attends with q."""
+        batch = self._batch
+        assert batch is not None, "attend before bind"
+        arena, scale, rotation = self._arena.buffer, self._scale, self._rotation
+        split = batch.extend_rows
+        q, new_k = self._append.run(
+            layer, q, k, v, cos, sin, arena, batch.page_bytes, batch.slots, split
+        )
+        outputs = []
+        if batch.extend_plan is not None:
+            plan = batch.extend_plan
+            outputs.append(
+                run_extend(
+                    plan, q[:split], new_k, v[:split], arena, layer, scale, rotation=rotation
+                ).out
+            )
+        if batch.decode_plan is not None:
+            plan_rows = q[split:]
+            outputs.append(
+                run_decode(batch.decode_plan, plan_rows, arena, layer, scale, rotation=rotation).out
+            )
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from minima_kernels import KVGeometry, Rotation
+from minima_kernels.cuda.route import decode_reason, group_reason
 from sglang_minima.cache.arena import KVArena
 from sglang_minima.models.config import ModelConfig
 from sglang_minima.models.loader import load_model
 from sglang_minima.models.progress import log_progress
 from sglang_minima.models.quantization import Quantization, fastest, supported
-from sglang_minima.runner.attention import PagedAttention
-from sglang_minima.runner.batch import ForwardBatch
+from sglang_minima.runner.attention import CudaPagedAttention, PagedAttention
+from sglang_minima.runner.batch import DecodeMemory, ForwardBatch
+from sglang_minima.runner.graphs import DecodeGraphs, StepTensors
 from sglang_minima.server_args import ArgumentError, ServerArgs
 
 logger = logging.getLogger(__name__)
@@ -70,6 +74,27 @@ def resolve_quantization(
     return args.quantization
 
 
+@dataclass(frozen=True)
+class ForwardOutput:
+    """What a batch gave; good until the next one runs."""
+
+    hidden: torch.Tensor
+    """[rows, hidden]"""
+    _logits: torch.Tensor | None
+    """float32 [rows, vocab] where the step made them."""
+    _logits_of: Callable[[torch.Tensor], torch.Tensor]
+
+    def logits(self, rows: Sequence[int]) -> torch.Tensor:
+        """float32 [len(rows), vocab] of some rows, in ascending order."""
+        is_all = len(rows) == len(self.hidden)
+        if self._logits is not None:
+            return self._logits if is_all else self._logits[list(rows)]
+        if is_all:
+            return self._logits_of(self.hidden)
+        index = torch.tensor(rows, device=self.hidden.device)
+        return self._logits_of(self.hidden.index_select(0, index))
+
+
 class ModelRunner:
     """Loads the model; `forward` runs one batch against the arena."""
 
@@ -92,7 +117,9 @@ class ModelRunner:
         self.context_length = min(
             args.context_length or self.config.max_position, self.config.max_position
         )
-        self._attention: PagedAttention | None = None
+        self._attention: PagedAttention | CudaPagedAttention | None = None
+        self._arena: KVArena | None = None
+        self._graphs: DecodeGraphs | None = None
 
     def geometry(self, page_size: int) -> KVGeometry:
         """KV geometry of this model."""
@@ -100,19 +127,69 @@ class ModelRunner:
         return KVGeometry(config.num_layers, config.num_kv_heads, config.head_dim, page_size)
 
     def attach(self, arena: KVArena) -> None:
-        """Sets the arena that holds this model's KV."""
-        rotation = Rotation(arena.geometry.head_dim, self.dtype, self.device)
-        self._attention = PagedAttention(arena, rotation)
+        """Sets the arena that holds this model's KV; the graphs of another one are dropped."""
+        if arena is self._arena:
+            return
+        self._arena = arena
+        self._graphs = None
+        dim = arena.geometry.head_dim
+        if self.kernels_reason(arena) is None:
+            rotation = Rotation(dim, torch.float32, self.device)
+            self._attention = CudaPagedAttention(arena, rotation)
+        else:
+            self._attention = PagedAttention(arena, Rotation(dim, self.dtype, self.device))
+
+    def kernels_reason(self, arena: KVArena) -> str | None:
+        """Why the CUDA kernels do not read the pages of an arena; None if they do."""
+        if self.device.type != "cuda":
+            return "no CUDA device"
+        formats = {format_ for kind in arena.profile.kinds for format_ in kind.formats}
+        reason = decode_reason(formats, arena.geometry, self.device)
+        return reason or group_reason(self.config.num_heads // self.config.num_kv_heads)
+
+    def capture_graphs(self, most_rows: int) -> None:
+        """Captures decode steps of up to so many sequences, where the kernels allow it."""
+        arena = self._arena
+        assert arena is not None, "capture before attach"
+        if self.kernels_reason(arena) is not None:
+            return
+        graphs = DecodeGraphs(
+            self._step, arena, most_rows, self.config.num_heads, self.context_length
+        )
+        graphs.capture()
+        self._graphs = graphs
+
+    @property
+    def decode_memory(self) -> DecodeMemory | None:
+        """Where `build_batch` puts decode steps so that they can be replayed."""
+        return None if self._graphs is None else self._graphs.memory
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Device memory that decode steps keep besides weights and arena."""
+        return 0 if self._graphs is None else self._graphs.scratch_bytes
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Runs the batch: writes KV of every row, returns hidden states [rows, hidden]."""
-        assert self._attention is not None, "forward before attach"
-        self._attention.bind(batch)
-        hidden: torch.Tensor = self.model(batch.input_ids, batch.positions, self._attention)
-        return hidden
+    def forward(self, batch: ForwardBatch) -> ForwardOutput:
+        """Runs the batch: writes KV of every row."""
+        if self._graphs is not None:
+            replayed = self._graphs.replay(batch)
+            if replayed is not None:
+                hidden, logits = (tensor[: batch.num_rows] for tensor in replayed)
+                return ForwardOutput(hidden, logits, self.logits)
+        return ForwardOutput(self._hidden(batch)[: batch.num_rows], None, self.logits)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [n, vocab] for hidden states [n, hidden]."""
         return self.model.logits(hidden)
+
+    def _hidden(self, batch: ForwardBatch) -> torch.Tensor:
+        assert self._attention is not None, "forward before attach"
+        self._attention.bind(batch)
+        hidden: torch.Tensor = self.model(batch.input_ids, batch.positions, self._attention)
+        return hidden
+
+    def _step(self, batch: ForwardBatch) -> StepTensors:
+        hidden = self._hidden(batch)
+        return StepTensors(hidden, self.model.logits(hidden))

@@ -60,6 +60,8 @@ class SchedulerProcess:
         profile = build_profile(args, geometry, self.runner.dtype)
         self.arena = KVArena.allocate(args, geometry, profile, self.runner.device)
         self.runner.attach(self.arena)
+        if not args.disable_cuda_graph:
+            self.runner.capture_graphs(args.max_running_requests)
         self.cache = PrefixCache(args, self.arena)
         self._surveys = Surveys(self.cache)
         tokenizer = Tokenizer.load(args.tokenizer_path or str(model_dir))
@@ -187,17 +189,22 @@ class SchedulerProcess:
             "dtype": str(self.runner.dtype).removeprefix("torch."),
             "quantization": self.runner.quantization,
             "kernels": self._kernels(),
+            "cuda_graphs": self.runner.decode_memory is not None,
+            "scratch_bytes": self.runner.scratch_bytes,
             "kv_profile": self.arena.profile.name,
             "kv_kinds": [kind.name for kind in self.arena.profile.kinds],
         }
 
     def _kernels(self) -> str:
         """Which implementation reads the pages, and why it is not the fastest one."""
+        if self.runner.device.type == "cuda":
+            lacking = self.runner.kernels_reason(self.arena)
+            return "cuda" if lacking is None else f"torch ({lacking})"
         formats = {format_ for kind in self.arena.profile.kinds for format_ in kind.formats}
         reason = fallback_reason(formats, self.arena.geometry, self.runner.device)
         if reason is None:
             return f"native {current_level()}"
-        return f"torch ({reason})" if reason else "torch"
+        return f"torch ({reason})"
 
     def load(self) -> dict[str, int]:
         """How busy the scheduler is; routers ask often, so it costs no walk over the cache."""

@@ -315,12 +315,18 @@ class Scheduler:
         lease = cache.lifecycle.begin_read()
         try:
             batch = build_batch(
-                [work for _, work in works], rows, cache, self._runner.device, self._cohorts
+                [work for _, work in works],
+                rows,
+                cache,
+                self._runner.device,
+                self._cohorts,
+                self._runner.decode_memory,
             )
             self.statistics.read(batch.reads)
-            hidden = self._runner.forward(batch)
+            output = self._runner.forward(batch)
         finally:
             cache.lifecycle.end_read(lease)
+        hidden = output.hidden
         last_rows: list[int] = []
         sampling: list[Request] = []
         row = 0
@@ -341,11 +347,8 @@ class Scheduler:
                 sampling.append(request)
             row += 1
         cache.commit_rows(decodes)
-        if not sampling:
-            return
-        if len(last_rows) < row:
-            hidden = hidden.index_select(0, torch.tensor(last_rows, device=hidden.device))
-        self._sample(sampling, logits(hidden))
+        if sampling:
+            self._sample(sampling, output.logits(last_rows))
 
     def _sample(self, requests: list[Request], logits: torch.Tensor) -> None:
         now = time.time()

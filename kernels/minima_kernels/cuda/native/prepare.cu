@@ -41,6 +41,7 @@ extern "C" __global__ void __launch_bounds__(256)
             int plain_bf16, float* q_scale) {
   const int tile = blockIdx.x, head = tile % num_kv_heads, n = threadIdx.x >> 5, lane = threadIdx.x & 31;
   depend_go();
+  if (columns[tile / num_kv_heads * COLUMNS] < 0) return;  // a tile that is not there
   const int column = columns[tile / num_kv_heads * COLUMNS + n];
   float v[OWN];
 #pragma unroll

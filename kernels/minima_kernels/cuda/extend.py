@@ -1,0 +1,189 @@
+"""Extend attention on a GPU: cached pages as expanded tiles through flash attention.
+
+Tiles of a few thousand tokens are expanded into a bounded scratch of the queries' dtype; torch's
+flash attention attends to them, and causally to the new tokens, and the parts merge by their
+log-sum-exp. Tile bounds depend on positions alone, as on the other routes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+
+from minima_kernels.attention.merge import State, merge_states
+from minima_kernels.attention.output import AttentionOutput
+from minima_kernels.formats import Format
+from minima_kernels.geometry import KVGeometry
+from minima_kernels.rotation import Rotation
+from minima_kernels.shares import read_shares
+
+if TYPE_CHECKING:
+    from minima_kernels.attention.extend import ExtendPlan
+
+TILE_KEYS = 8192
+"""Tokens of a tile. More would need fewer merges of the queries' outputs, and more scratch."""
+
+_MAX_HEAD_DIM = 256
+
+
+def flash_reason(dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why flash attention cannot serve; ``None`` if it can."""
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"dtype {str(dtype).removeprefix('torch.')}"
+    if head_dim > _MAX_HEAD_DIM:
+        return f"head dim {head_dim}"
+    return None
+
+
+def expand_tile(
+    arena: torch.Tensor,
+    addresses: torch.Tensor,
+    num_tokens: int,
+    format_: Format,
+    offset: int,
+    geometry: KVGeometry,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of consecutive pages, rotated: ``[H, num_tokens, D]`` each."""
+    data = read_shares(arena, addresses, format_, offset, geometry)
+    tile = format_.expand(data[None], geometry)
+    k, v = tile.k, tile.v
+    if tile.k_scales is not None:
+        k = k * tile.k_scales.mT
+    if tile.k_mean is not None:
+        k = (k.unflatten(1, (tile.k_mean.shape[1], -1)) + tile.k_mean[:, :, None]).flatten(1, 2)
+    if tile.v_scales is not None:
+        v = v * tile.v_scales.mT
+    return k[:, :num_tokens].to(dtype), v[:, :num_tokens].to(dtype)
+
+
+def flash(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, *, causal: bool
+) -> State:
+    """Attention of ``q [B, h, M, D]`` over ``k, v [B, h, T, D]``: out, lse ``[B, h, M]``."""
+    if q.device.type == "cpu":
+        result = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, scale=scale
+        )
+    else:
+        result = torch.ops.aten._scaled_dot_product_flash_attention(
+            q, k, v, 0.0, causal, False, scale=scale
+        )
+    return State(result[0], result[1][..., : q.shape[2]].float())
+
+
+class FlashState:
+    """Attention of query rows so far, ``out`` float32 ``[H, M, D]`` normalised, ``lse``."""
+
+    def __init__(self, q: torch.Tensor) -> None:
+        self.q = q
+        self.out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+        self.lse = torch.full(q.shape[:-1], -torch.inf, dtype=torch.float32, device=q.device)
+
+    def attend(self, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
+        """Adds attention over keys and values ``[H, T, D]``."""
+        part = flash(self.q[None], k[None], v[None], scale, causal=False)
+        self.merge(part.out[0], part.lse[0])
+
+    def merge(self, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Adds a part of all rows, of which every one attended to something."""
+        both = torch.logaddexp(self.lse, lse)
+        self.out.mul_(torch.exp(self.lse - both)[..., None])
+        self.out.addcmul_(out, torch.exp(lse - both)[..., None])
+        self.lse = both
+
+
+def attend_new(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_indptr: Sequence[int], scale: float
+) -> State:
+    """Causal attention of each request's new tokens to themselves.
+
+    Args:
+        q: ``[N, Hq, D]``.
+        k, v: ``[N, H, D]``.
+
+    Returns:
+        out ``[N, Hq, D]``, lse float32 ``[N, Hq]``.
+    """
+    group_size = q.shape[1] // k.shape[1]
+    spans = [(start, stop) for start, stop in pairwise(q_indptr) if stop > start]
+    lengths = {stop - start for start, stop in spans}
+    if len(lengths) == 1:  # requests of one length are a batch
+        spans = [(0, q_indptr[-1])]
+    out = torch.empty_like(q)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    for start, stop in spans:
+        length = next(iter(lengths)) if len(lengths) == 1 else stop - start
+
+        def batched(x: torch.Tensor, repeats: int, span: slice, length: int) -> torch.Tensor:
+            """``[n, h, D]`` to ``[B, h * repeats, length, D]``."""
+            heads = x[span].unflatten(0, (-1, length)).transpose(1, 2)
+            return heads.repeat_interleave(repeats, dim=1) if repeats > 1 else heads
+
+        span = slice(start, stop)
+        part = flash(
+            batched(q, 1, span, length),
+            batched(k, group_size, span, length),
+            batched(v, group_size, span, length),
+            scale,
+            causal=True,
+        )
+        out[span] = part.out.transpose(1, 2).flatten(0, 1)
+        lse[span] = part.lse.transpose(1, 2).flatten(0, 1)
+    return State(out, lse)
+
+
+def run_flash_extend(
+    plan: ExtendPlan,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    arena: torch.Tensor,
+    layer: int,
+    scale: float,
+    rotation: Rotation | None,
+) -> AttentionOutput:
+    """``run_extend`` through flash attention; ``flash_reason`` is ``None``."""
+    # Scores do not change under a rotation: the new tokens need none among themselves.
+    new = attend_new(q, k, v, plan.q_indptr, scale)
+    if not plan.flash_runs:
+        return AttentionOutput(new.out, new.lse, None)
+    heads = plan.geometry.num_kv_heads
+    group_size = q.shape[1] // heads
+    rotated = q if rotation is None else rotation.forward(q).to(q.dtype)
+
+    def fold(x: torch.Tensor) -> torch.Tensor:
+        """``[n, Hq, ...]`` to ``[H, n * G, ...]``: the queries of a KV head become its rows."""
+        return x.unflatten(1, (heads, group_size)).transpose(0, 1).flatten(1, 2).contiguous()
+
+    def unfold(x: torch.Tensor) -> torch.Tensor:
+        """Undo ``fold``."""
+        return x.unflatten(1, (-1, group_size)).transpose(0, 1).flatten(1, 2)
+
+    total_out, total_lse = new.out.float(), new.lse
+    for run in plan.flash_runs:
+        state = FlashState(fold(rotated[run.rows]))
+        for cached in run.tiles:
+            kind = plan.kinds[cached.kind_index]
+            keys, values = expand_tile(
+                arena,
+                cached.addresses,
+                cached.num_tokens,
+                kind.formats[layer],
+                kind.layer_offset(layer, plan.geometry),
+                plan.geometry,
+                q.dtype,
+            )
+            state.attend(keys, values, scale)
+        out, lse = unfold(state.out), unfold(state.lse)
+        if rotation is not None:
+            out = rotation.inverse(out)
+        merged = merge_states(total_out[run.rows], total_lse[run.rows], out, lse)
+        if isinstance(run.rows, slice):
+            total_out, total_lse = merged
+        else:
+            total_out[run.rows], total_lse[run.rows] = merged
+    return AttentionOutput(total_out.to(q.dtype), total_lse, None)

@@ -1,0 +1,157 @@
+"""CUDA graphs of decode steps: captured by batch size, replayed where nothing differs but data.
+
+A graph holds addresses, grids and which kernels run; the pages, readers and lengths of a step are
+data in fixed buffers. A step is replayed only if a graph was captured for its number of rows and
+the page kinds that it reads (the homogeneous-cohort check of Minima-KV); any other runs eagerly
+and is counted with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from minima_kernels import Segment, plan_decode
+from minima_kernels.cuda.space import DecodeLimits, DecodeSpace
+from minima_kernels.routes import ROUTES
+from sglang_minima.cache.arena import KVArena
+from sglang_minima.runner.batch import DecodeMemory, ForwardBatch
+from sglang_minima.runner.inputs import FixedInputs
+from sglang_minima.runner.segments import KvReads
+
+_LARGEST_BUCKET = 256
+
+
+class StepTensors(NamedTuple):
+    """What the model makes of a batch."""
+
+    hidden: torch.Tensor
+    """[rows, hidden]"""
+    logits: torch.Tensor
+    """float32 [rows, vocab]"""
+
+
+class _Captured(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    tensors: StepTensors
+
+
+def bucket_sizes(most_rows: int) -> tuple[int, ...]:
+    """Powers of two up to `most_rows`, and that itself; at most 256 rows are captured."""
+    most = min(most_rows, _LARGEST_BUCKET)
+    powers = [1 << i for i in range(most.bit_length()) if 1 << i < most]
+    return (*powers, most)
+
+
+class DecodeGraphs:
+    """The graphs of one model over one arena, and the fixed memory of decode steps."""
+
+    def __init__(
+        self,
+        run: Callable[[ForwardBatch], StepTensors],
+        arena: KVArena,
+        most_rows: int,
+        num_heads: int,
+        context_length: int,
+    ) -> None:
+        """run: the whole decode step, from token ids to logits."""
+        geometry, kinds = arena.geometry, arena.profile.kinds
+        device = arena.buffer.device
+        buckets = bucket_sizes(most_rows)
+        pages = buckets[-1] * -(-context_length // geometry.page_size)
+        smallest = min(kind.granules(geometry) for kind in kinds)
+        pages = min(pages, arena.granules // smallest)
+        limits = DecodeLimits.of(buckets[-1], pages, num_heads, len(kinds), geometry)
+        self.memory = DecodeMemory(
+            DecodeSpace(device, limits), FixedInputs(buckets[-1], device), buckets
+        )
+        self._run = run
+        self._arena = arena
+        self._num_heads = num_heads
+        self._graphs: dict[Hashable, _Captured] = {}
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Device memory of work lists, query fragments, partials and inputs; graphs not counted."""
+        return self.memory.space.num_bytes + self.memory.inputs.num_bytes
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Captures steps of every bucket, of Recent pages alone and of all kinds."""
+        pool = torch.cuda.graph_pool_handle()
+        kinds = range(len(self._arena.profile.kinds))
+        # The largest first: its memory serves the others.
+        for num_rows in reversed(self.memory.buckets):
+            for used in sorted({(0,), tuple(kinds)}, reverse=True):
+                batch = self._empty_batch(num_rows, used)
+                stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    self._run(batch)
+                torch.cuda.current_stream().wait_stream(stream)
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool):
+                    tensors = self._run(batch)
+                self._graphs[self._signature(batch)] = _Captured(graph, tensors)
+        torch.cuda.synchronize()
+
+    def replay(self, batch: ForwardBatch) -> StepTensors | None:
+        """Runs a decode step by its graph; None, and nothing has run, where there is none.
+
+        The tensors are overwritten by the next replay.
+        """
+        if batch.decode_plan is None:
+            return None
+        if not batch.fixed:
+            reason = "prefill in the batch" if batch.extend_rows else "more rows than captured"
+            ROUTES.count("graph", "eager", reason)
+            return None
+        captured = self._graphs.get(self._signature(batch))
+        if captured is None:
+            ROUTES.count("graph", "eager", "pages or plan unlike the captured ones")
+            return None
+        captured.graph.replay()
+        ROUTES.count("graph", "replay")
+        layers = self._arena.geometry.num_layers
+        ROUTES.count("append", "cuda", times=layers)
+        ROUTES.count("decode", "cuda", times=layers)
+        return captured.tensors
+
+    def _signature(self, batch: ForwardBatch) -> Hashable:
+        assert batch.decode_plan is not None
+        return batch.decode_plan.cuda(self._num_heads).signature
+
+    def _empty_batch(self, num_rows: int, used: tuple[int, ...]) -> ForwardBatch:
+        """Rows that read the first page of the arena as a page of each kind, and write nowhere."""
+        geometry, device = self._arena.geometry, self._arena.buffer.device
+        values = np.zeros((4, num_rows), dtype=np.int64)
+        values[2] = -1
+        segments = [
+            Segment([0], kind, geometry.page_size, [row])
+            for row in range(num_rows)
+            for kind in used
+        ]
+        plan = plan_decode(
+            segments,
+            num_rows,
+            self._arena.profile.kinds,
+            geometry,
+            device,
+            space=self.memory.space,
+        )
+        inputs = self.memory.inputs.load(values)
+        return ForwardBatch(
+            input_ids=inputs[0],
+            positions=inputs[1],
+            page_bytes=inputs[2],
+            slots=inputs[3],
+            extend_rows=0,
+            extend_plan=None,
+            decode_plan=plan,
+            reads=KvReads(0, 0),
+            num_rows=num_rows,
+            fixed=True,
+        )
