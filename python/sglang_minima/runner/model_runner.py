@@ -139,6 +139,10 @@ class ModelRunner:
         else:
             self._attention = PagedAttention(arena, Rotation(dim, self.dtype, self.device))
 
+    def detach(self) -> None:
+        """Lets go of the arena and of all that was made for it."""
+        self._arena = self._attention = self._graphs = None
+
     def kernels_reason(self, arena: KVArena) -> str | None:
         """Why the CUDA kernels do not read the pages of an arena; None if they do."""
         if self.device.type != "cuda":

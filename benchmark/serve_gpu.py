@@ -1,0 +1,398 @@
+"""Decode throughput of the engine on a GPU: long prompts, shared and not, profile by profile.
+
+A model of Llama-3-8B's geometry with random weights. Shared: one prefill of the prefix by the
+engine itself, then all requests with the prefix and a tail of their own, at once. Unshared: the
+same number of tokens for every request in pages of its own; the first comes from the prefill, the
+others are copies of its bytes under other token ids. The time of decoding runs from the step in
+which all requests have their first token to the end of the last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from common import RESULTS, Claim, Record, format_claims, format_table
+
+from minima_kernels.routes import ROUTES
+from minima_radix import Namespace
+from sglang_minima.cache.arena import KVArena
+from sglang_minima.cache.prefix_cache import PrefixCache
+from sglang_minima.cache.profile import build_profile
+from sglang_minima.messages import GenerateRequest, TokenOutput
+from sglang_minima.runner.batch import ForwardBatch
+from sglang_minima.runner.model_runner import ForwardOutput, ModelRunner
+from sglang_minima.sampling_params import SamplingParams
+from sglang_minima.scheduler.request import Request
+from sglang_minima.scheduler.scheduler import Scheduler
+from sglang_minima.scheduler.stopping import StopMatcher
+from sglang_minima.server_args import ServerArgs
+
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 32,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+TINY = LLAMA_8B | {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 1000,
+}
+TAIL = 64
+"""Tokens of a prompt behind the prefix."""
+
+COLUMNS = {"scenario": "", "profile": "", "requests": "", "prompt": "", "tok_per_s": ".0f",
+           "step_ms": ".2f", "gpu_ms": ".2f", "cpu_percent": ".1f", "ttft_s": ".2f",
+           "build_s": ".1f", "kv_gb": ".2f", "note": ""}  # fmt: skip
+
+
+class Timing(NamedTuple):
+    """Events around the forward passes of decode steps."""
+
+    start: torch.cuda.Event
+    end: torch.cuda.Event
+
+
+class TimedRunner(ModelRunner):
+    """Notes how long the GPU works in each step."""
+
+    timings: list[Timing] | None = None
+
+    def forward(self, batch: ForwardBatch) -> ForwardOutput:
+        if self.timings is None or self.device.type != "cuda":
+            return super().forward(batch)
+        timing = Timing(*(torch.cuda.Event(enable_timing=True) for _ in range(2)))
+        timing.start.record()
+        output = super().forward(batch)
+        timing.end.record()
+        self.timings.append(timing)
+        return output
+
+
+class Bench:
+    """One profile: an arena with a scheduler over it, on the model that all profiles share."""
+
+    def __init__(self, runner: TimedRunner, args: ServerArgs) -> None:
+        self.runner, self.args = runner, args
+        geometry = runner.geometry(args.page_size)
+        profile = build_profile(args, geometry, runner.dtype)
+        arena = KVArena.allocate(args, geometry, profile, runner.device)
+        runner.attach(arena)
+        if not args.disable_cuda_graph:
+            runner.capture_graphs(args.max_running_requests)
+        self.cache = PrefixCache(args, arena)
+        self.done: set[str] = set()
+        self.first: set[str] = set()
+        self.scheduler = Scheduler(args, runner, self.cache, None, frozenset(), self._collect)
+        self._count = 0
+
+    def _collect(self, outputs: list[TokenOutput]) -> None:
+        for output in outputs:
+            self.first.add(output.rid)
+            if output.finish is not None:
+                if output.finish.type == "abort":
+                    raise RuntimeError(output.finish.message)
+                self.done.add(output.rid)
+
+    def submit(self, ids: list[int], new_tokens: int) -> str:
+        self._count += 1
+        rid = f"r{self._count}"
+        params = SamplingParams(temperature=0.0, max_new_tokens=new_tokens, ignore_eos=True)
+        self.scheduler.add(GenerateRequest(rid, ids, params))
+        return rid
+
+    def drain(self) -> None:
+        while self.scheduler.busy:
+            self.scheduler.step()
+
+    def settle(self) -> None:
+        """Converts what may be converted."""
+        controller = self.cache.controller
+        while controller.step(64) or controller.compress_left(64):
+            pass
+        synchronize(self.runner.device)
+
+    def prefill(self, ids: list[int]) -> float:
+        started = time.perf_counter()
+        self.submit(ids, 1)
+        self.drain()
+        synchronize(self.runner.device)
+        return time.perf_counter() - started
+
+    def copy_prefix(self, source: list[int], ids: list[int]) -> None:
+        """Puts ``ids`` into the cache with the KV that ``source``, of equal length, has there."""
+        lifecycle, recent = self.cache.lifecycle, self.cache.profile.recent
+        params = SamplingParams(temperature=0.0, max_new_tokens=1)
+
+        def request(tokens: list[int]) -> Request:
+            self._count += 1
+            namespace = Namespace(None, None, self.cache.profile.name)
+            stop = StopMatcher(params, frozenset(), None)
+            message = GenerateRequest(f"copy{self._count}", tokens, params)
+            return Request(message, 1 << 40 | self._count, namespace, stop, 0)
+
+        copy = request([*ids, 0])
+        self.cache.admit(copy)
+        assert copy.written == 0, "the copy has a prefix in the cache"
+        if not self.cache.reserve(copy, len(ids)):
+            raise torch.cuda.OutOfMemoryError("no room in the arena")
+        original = request([*source, 0])
+        self.cache.admit(original)
+        pages = original.held_table.pages
+        from minima_kernels import retier
+
+        for kind in self.cache.profile.kinds:
+            chosen = [i for i in range(len(ids) // self.cache.page_size)
+                      if lifecycle.pool.kind_of(pages[i]) == kind.name]  # fmt: skip
+            targets = [copy.held_table.pages[i] for i in chosen]
+            retier(self.cache.arena.buffer, [pages[i] for i in chosen], kind, targets, recent,
+                   self.cache.arena.geometry)  # fmt: skip
+        self.cache.release(original)
+        self.cache.commit(copy, len(ids))
+        self.cache.release(copy)
+
+    def decode(self, prompts: Sequence[list[int]], new_tokens: int) -> dict[str, Any]:
+        """Runs prompts together; figures of the steps in which all of them decode."""
+        started = time.perf_counter()
+        rids = {self.submit(ids, new_tokens) for ids in prompts}
+        while not rids <= self.first:
+            self.scheduler.step()
+        synchronize(self.runner.device)
+        begun = time.perf_counter()
+        kv_bytes = sum(
+            kind.pages_used * self.cache.pool.granules_of(name) * 128
+            for name, kind in self.cache.pool.stats().kinds.items()
+        )
+        self.runner.timings = []
+        before = self.scheduler.statistics.generated
+        steps = 0
+        while not rids & self.done:
+            self.scheduler.step()
+            steps += 1
+        synchronize(self.runner.device)
+        seconds = time.perf_counter() - begun
+        tokens = self.scheduler.statistics.generated - before
+        gpu = [timing.start.elapsed_time(timing.end) for timing in self.runner.timings]
+        self.runner.timings = None
+        self.drain()
+        gpu_ms = sum(gpu) / steps if gpu else None
+        step_ms = 1000 * seconds / steps
+        return {
+            "requests": len(prompts),
+            "prompt": len(prompts[0]),
+            "tok_per_s": tokens / seconds,
+            "step_ms": step_ms,
+            "gpu_ms": gpu_ms,
+            "cpu_percent": None if gpu_ms is None else 100 * (1 - gpu_ms / step_ms),
+            "ttft_s": begun - started,
+            "kv_gb": kv_bytes / 1e9,
+        }
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def random_ids(count: int, seed: int, vocab: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(10, vocab, (count,), generator=generator).tolist()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--profiles", nargs="+", default=["bf16", "fp8", "minima"])
+    parser.add_argument("--prefix", type=int, default=32768)
+    parser.add_argument("--readers", type=int, default=32)
+    parser.add_argument("--unshared", type=int, default=16, help="0: leave that scenario out")
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--kv-memory", default=90 << 30, type=int)
+    parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--embedded", help="a .gguf file or directory: two rows of that model too")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the script out")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--plot", action=argparse.BooleanOptionalAction, default=True)
+    options = parser.parse_args()
+    record = Record("serve_gpu")
+    record.machine |= gpu_facts()
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(TINY if options.tiny else LLAMA_8B))
+        base = ServerArgs(
+            model_path=folder,
+            load_format="dummy",
+            dtype="float32" if options.tiny and not torch.cuda.is_available() else "bfloat16",
+            quantization="none",
+            kv_cache_memory=options.kv_memory,
+            max_running_requests=max(options.readers, options.unshared),
+            chunked_prefill_size=8192,
+            retier_pages_per_step=16,
+            random_seed=0,
+            disable_cuda_graph=not options.graphs,
+        )
+        started = time.perf_counter()
+        runner = TimedRunner(base, folder)
+        print(f"model: {time.perf_counter() - started:.1f} s", flush=True)
+        for profile in options.profiles:
+            rows += measure(runner, base, profile, options)
+            print(format_table(rows, COLUMNS), flush=True)
+        del runner
+    release_memory()
+    if options.embedded:
+        rows += embedded(options.embedded, options)
+    claims = make_claims(rows)
+    print(format_table(rows, COLUMNS))
+    print(format_claims(claims))
+    for route, count in sorted(ROUTES.snapshot().items()):
+        print(*route, count)
+    print(record.write(rows, claims, draw(rows) if options.plot else None, options.output))
+
+
+def gpu_facts() -> dict[str, Any]:
+    if not torch.cuda.is_available():
+        return {"gpu": None}
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "cuda": torch.version.cuda,
+        "gpu_memory_bytes": torch.cuda.get_device_properties(0).total_memory,
+    }
+
+
+def release_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def measure(
+    runner: TimedRunner, base: ServerArgs, profile: str, options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Both scenarios of one profile; a lack of memory becomes a row that says so."""
+    import dataclasses
+
+    vocab = runner.config.vocab_size
+    prefix = random_ids(options.prefix, 1, vocab)
+    rows: list[dict[str, Any]] = []
+    bench = None
+    scenario = "shared"
+    empty: dict[str, Any] = dict.fromkeys(COLUMNS)
+    try:
+        started = time.perf_counter()
+        bench = Bench(runner, dataclasses.replace(base, kv_profile=profile))
+        print(f"{profile}: arena and graphs {time.perf_counter() - started:.1f} s", flush=True)
+        seconds = bench.prefill([*prefix, 1])
+        started = time.perf_counter()
+        bench.settle()
+        print(f"{profile}: prefill {seconds:.2f} s, {time.perf_counter() - started:.2f} s retier")
+        prompts = [[*prefix, *random_ids(TAIL, 100 + i, vocab)] for i in range(options.readers)]
+        bench.decode([[*prompt[:-2], 1, 2] for prompt in prompts[:2]], 4)  # warm-up
+        rows.append(empty | {"scenario": scenario, "profile": profile, "build_s": seconds,
+                             "note": ""} | bench.decode(prompts, options.new_tokens))  # fmt: skip
+        if options.unshared:
+            scenario = "unshared"
+            started = time.perf_counter()
+            prefixes = [prefix]
+            for i in range(1, options.unshared):
+                prefixes.append([*random_ids(64, 1000 + i, vocab), *prefix[64:]])
+                bench.copy_prefix(prefix, prefixes[-1])
+                bench.settle()
+            seconds = time.perf_counter() - started
+            prompts = [[*ids, *random_ids(TAIL, 200 + i, vocab)] for i, ids in enumerate(prefixes)]
+            rows.append(empty | {"scenario": scenario, "profile": profile, "build_s": seconds,
+                                 "note": ""}
+                        | bench.decode(prompts, options.new_tokens))  # fmt: skip
+    except torch.cuda.OutOfMemoryError as error:
+        note = f"out of memory: {str(error)[:60]}"
+        rows.append(empty | {"scenario": scenario, "profile": profile, "note": note})
+    del bench
+    runner.detach()
+    release_memory()
+    return rows
+
+
+def embedded(path: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The embedded model: one stream, and 64."""
+    from sglang_minima.models.resolve import resolve_model_path
+
+    folder = str(resolve_model_path(path))
+    args = ServerArgs(
+        model_path=folder,
+        kv_cache_memory=4 << 30,
+        max_running_requests=64,
+        chunked_prefill_size=8192,
+        random_seed=0,
+        disable_cuda_graph=not options.graphs,
+    )
+    runner = TimedRunner(args, folder)
+    bench = Bench(runner, args)
+    vocab = runner.config.vocab_size
+    rows = []
+    for count in (1, 64):
+        for seed in (0, 1):  # the first warms up
+            prompts = [random_ids(512, 10000 * seed + 100 * count + i, vocab) for i in range(count)]
+            figures = bench.decode(prompts, 256 if seed else 8)
+        rows.append(dict.fromkeys(COLUMNS) | {"scenario": "embedded model", "profile": "minima",
+                                              "note": ""} | figures)  # fmt: skip
+    return rows
+
+
+def make_claims(rows: Sequence[dict[str, Any]]) -> list[Claim]:
+    """The targets where the rows that they need are there."""
+    speed = {(row["scenario"], row["profile"]): row["tok_per_s"] for row in rows}
+    claims = []
+    for scenario, other, target in (
+        ("shared", "bf16", 2.0),
+        ("shared", "fp8", 1.3),
+        ("unshared", "fp8", 1.3),
+    ):
+        ours, theirs = speed.get((scenario, "minima")), speed.get((scenario, other))
+        if ours and theirs:
+            name = f"{scenario}: decode throughput of minima over {other}"
+            claims.append(Claim.at_least(name, ours / theirs, target, "x"))
+    for row in rows:
+        if row["scenario"] == "embedded model" and row["requests"] == 64 and row["cpu_percent"]:
+            name = "CPU share of a step, embedded model, batch 64"
+            claims.append(Claim.at_most(name, row["cpu_percent"], 5, "%"))
+    return claims
+
+
+def draw(rows: Sequence[dict[str, Any]]) -> Any:
+    """Decode throughput, a panel per scenario."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    scenarios = list(dict.fromkeys(row["scenario"] for row in rows))
+    figure, axes = pyplot.subplots(1, len(scenarios), figsize=(4 * len(scenarios), 3.5))
+    for axis, scenario in zip([axes] if len(scenarios) == 1 else axes, scenarios, strict=True):
+        chosen = [row for row in rows if row["scenario"] == scenario and row["tok_per_s"]]
+        names = [f"{row['profile']} x{row['requests']}" for row in chosen]
+        axis.bar(names, [row["tok_per_s"] for row in chosen])
+        axis.set(title=scenario, ylabel="tokens/s, decode")
+    figure.tight_layout()
+    return figure
+
+
+if __name__ == "__main__":
+    main()
