@@ -221,7 +221,7 @@ def random_ids(count: int, seed: int, vocab: int) -> list[int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--profiles", nargs="+", default=["bf16", "fp8", "minima"])
+    parser.add_argument("--profiles", nargs="*", default=["bf16", "fp8", "minima"])
     parser.add_argument("--prefix", type=int, default=32768)
     parser.add_argument("--readers", type=int, default=32)
     parser.add_argument("--unshared", type=int, default=16, help="0: leave that scenario out")
