@@ -65,7 +65,10 @@ _SGLANG_GAUGES: dict[str, tuple[str, Callable[[Info], float]]] = {
             (info["cache"]["pages_used"] - info["cache"]["pages_evictable"]) * info["page_size"]
         ),
     ),
-    "is_cuda_graph": ("Whether decoding replays CUDA graphs", lambda info: 0.0),
+    "is_cuda_graph": (
+        "Whether decoding replays CUDA graphs",
+        lambda info: float(info["cuda_graphs"]),
+    ),
 }
 
 _MINIMA_GAUGES: dict[str, tuple[str, Callable[[Info], float]]] = {

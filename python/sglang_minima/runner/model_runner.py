@@ -84,6 +84,11 @@ class ForwardOutput:
     """float32 [rows, vocab] where the step made them."""
     _logits_of: Callable[[torch.Tensor], torch.Tensor]
 
+    @property
+    def replayed(self) -> bool:
+        """Whether a CUDA graph made it."""
+        return self._logits is not None
+
     def logits(self, rows: Sequence[int]) -> torch.Tensor:
         """float32 [len(rows), vocab] of some rows, in ascending order."""
         is_all = len(rows) == len(self.hidden)

@@ -314,16 +314,11 @@ class Scheduler:
         )
         lease = cache.lifecycle.begin_read()
         try:
-            batch = build_batch(
-                [work for _, work in works],
-                rows,
-                cache,
-                self._runner.device,
-                self._cohorts,
-                self._runner.decode_memory,
-            )
-            self.statistics.read(batch.reads)
+            extends = [work for _, work in works]
+            memory = self._runner.decode_memory
+            batch = build_batch(extends, rows, cache, self._runner.device, self._cohorts, memory)
             output = self._runner.forward(batch)
+            self.statistics.ran(batch.reads, output.replayed)
         finally:
             cache.lifecycle.end_read(lease)
         hidden = output.hidden

@@ -14,9 +14,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_CUDA_GRAPH = False
-"""In the lines because scripts that read SGLang's logs expect it; no route captures graphs."""
-
 
 class Statistics:
     """What has happened since the start; read by /server_info and /metrics."""
@@ -39,6 +36,8 @@ class Statistics:
         """KV bytes that attention read; pages that a batch shares count once."""
         self.kv_read_bytes_per_request = 0
         """The same, had every request of a batch read its own pages."""
+        self.cuda_graph = False
+        """Whether a CUDA graph ran the latest step."""
         self._interval = decode_log_interval
         self._decode_steps = 0
         self._interval_started = time.perf_counter()
@@ -61,8 +60,9 @@ class Statistics:
         for kind, count in request.cached_by_tier.items():
             self.cached_by_tier[kind] = self.cached_by_tier.get(kind, 0) + count
 
-    def read(self, reads: KvReads) -> None:
-        """Counts what attention reads for one batch."""
+    def ran(self, reads: KvReads, cuda_graph: bool) -> None:
+        """Counts what attention read for one batch."""
+        self.cuda_graph = cuda_graph
         self.kv_read_bytes += reads.shared
         self.kv_read_bytes_per_request += reads.per_request
 
@@ -104,7 +104,7 @@ class Statistics:
                 running,
                 needed_tokens(cache),
                 usage(cache),
-                _CUDA_GRAPH,
+                self.cuda_graph,
                 self.gen_throughput,
                 waiting,
             )
@@ -124,7 +124,7 @@ class Statistics:
             usage(cache),
             running,
             waiting,
-            _CUDA_GRAPH,
+            self.cuda_graph,
             new_tokens / (now - self._prefill_logged),
         )
         self._new_requests = self._new_cached = 0
