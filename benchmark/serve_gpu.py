@@ -10,6 +10,7 @@ which all requests have their first token to the end of the last.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import json
 import tempfile
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from common import RESULTS, Claim, Record, format_claims, format_table
 
+from minima_kernels import retier
 from minima_kernels.routes import ROUTES
 from minima_radix import Namespace
 from sglang_minima.cache.arena import KVArena
@@ -159,8 +161,6 @@ class Bench:
         original = request([*source, 0])
         self.cache.admit(original)
         pages = original.held_table.pages
-        from minima_kernels import retier
-
         for kind in self.cache.profile.kinds:
             chosen = [i for i in range(len(ids) // self.cache.page_size)
                       if lifecycle.pool.kind_of(pages[i]) == kind.name]  # fmt: skip
@@ -236,9 +236,25 @@ def main() -> None:
     record = Record("serve_gpu")
     record.machine |= gpu_facts()
     rows: list[dict[str, Any]] = []
+    if options.profiles:
+        rows += large_model(options)
+        release_memory()
+    if options.embedded:
+        rows += embedded(options.embedded, options)
+    claims = make_claims(rows)
+    print(format_table(rows, COLUMNS))
+    print(format_claims(claims))
+    for route, count in sorted(ROUTES.snapshot().items()):
+        print(*route, count)
+    print(record.write(rows, claims, draw(rows) if options.plot else None, options.output))
+
+
+def large_model(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Both scenarios, profile by profile."""
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(TINY if options.tiny else LLAMA_8B))
-        base = ServerArgs(
+        args = ServerArgs(
             model_path=folder,
             load_format="dummy",
             dtype="float32" if options.tiny and not torch.cuda.is_available() else "bfloat16",
@@ -251,21 +267,12 @@ def main() -> None:
             disable_cuda_graph=not options.graphs,
         )
         started = time.perf_counter()
-        runner = TimedRunner(base, folder)
+        runner = TimedRunner(args, folder)
         print(f"model: {time.perf_counter() - started:.1f} s", flush=True)
         for profile in options.profiles:
-            rows += measure(runner, base, profile, options)
+            rows += measure(runner, args, profile, options)
             print(format_table(rows, COLUMNS), flush=True)
-        del runner
-    release_memory()
-    if options.embedded:
-        rows += embedded(options.embedded, options)
-    claims = make_claims(rows)
-    print(format_table(rows, COLUMNS))
-    print(format_claims(claims))
-    for route, count in sorted(ROUTES.snapshot().items()):
-        print(*route, count)
-    print(record.write(rows, claims, draw(rows) if options.plot else None, options.output))
+    return rows
 
 
 def gpu_facts() -> dict[str, Any]:
@@ -288,8 +295,6 @@ def measure(
     runner: TimedRunner, base: ServerArgs, profile: str, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """Both scenarios of one profile; a lack of memory becomes a row that says so."""
-    import dataclasses
-
     vocab = runner.config.vocab_size
     prefix = random_ids(options.prefix, 1, vocab)
     rows: list[dict[str, Any]] = []
