@@ -125,6 +125,7 @@ class FakeScheduler:
             "dtype": "float32",
             "quantization": "none",
             "kernels": "none",
+            "cuda_graphs": False,
             "kv_kinds": ["fp8", "tq3"],
             "max_stale_tokens": 2 * MAX_TOTAL_TOKENS,
         }
