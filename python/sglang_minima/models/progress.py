@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -39,8 +40,11 @@ def _bar(label: str, unit: str) -> Progress:
     def report(done: int, total: int) -> None:
         nonlocal bar
         if bar is None:
+            # A terminal that tells no size has 80 columns; tqdm would show nothing there.
+            columns, lines = shutil.get_terminal_size()
+            scale = unit == "B"
             bar = tqdm(
-                desc=label, total=total, unit=unit, unit_scale=unit == "B", dynamic_ncols=True
+                desc=label, total=total, unit=unit, unit_scale=scale, ncols=columns, nrows=lines
             )
         bar.update(done - bar.n)
         if done >= total:
