@@ -146,7 +146,7 @@ def main() -> None:
     exact: list[torch.Tensor] = []
     table: list[dict[str, Any]] = []
     for choice in CHOICES:
-        support = supported(choice, torch.device("cpu"), torch.float32)
+        support = supported(choice, torch.device("cpu"), torch.float32, path)
         if not support.ok:
             print(f"{choice}: left out, {support.reason}")
             continue
@@ -162,17 +162,28 @@ def main() -> None:
     columns = {"weights": "", **{f"ms_{n}": ".1f" for n in ROWS}, "top1": ".4f"}
     columns |= {"kl_mean": ".5f", "kl_p99": ".4f", "first_token_s": ".1f", "load": ".1f"}
     print(format_table(table, columns))
+    rows = {row["weights"]: row for row in table}
     claims = []
-    for row in table:
-        if row["weights"] == "fp16":
-            claims += [
-                Claim.at_least("fp16 top-1 agreement with float32", row["top1"], 0.99, "of 1"),
-                Claim.at_least("fp16 step of 1 row", table[0]["ms_1"] / row["ms_1"], 1.3, "x"),
-                Claim.at_least("fp16 step of 4 rows", table[0]["ms_4"] / row["ms_4"], 1.5, "x"),
-            ]
-            if row["first_token_s"] is not None:
-                name = "fp16 start-up to first token"
-                claims.append(Claim.at_most(name, row["first_token_s"], START_SECONDS, "s"))
+    if "gguf" in rows:
+        chosen, exact_row = rows["gguf"], rows["none"]
+        claims += [
+            Claim.at_least("gguf top-1 agreement with float32", chosen["top1"], 0.998, "of 1"),
+            *(
+                Claim.at_least(
+                    f"gguf step of {n} rows against float32",
+                    exact_row[f"ms_{n}"] / chosen[f"ms_{n}"],
+                    target,
+                    "x",
+                )
+                for n, target in ((1, 4.0), (16, 2.5), (512, 1.1))
+            ),
+        ]
+        if "fp16" in rows:
+            ratio = rows["fp16"]["ms_1"] / chosen["ms_1"]
+            claims.append(Claim.at_least("gguf step of 1 row against fp16", ratio, 2.0, "x"))
+        if chosen["first_token_s"] is not None:
+            name = "gguf start-up to first token"
+            claims.append(Claim.at_most(name, chosen["first_token_s"], START_SECONDS, "s"))
     print(format_claims(claims))
     record.write(table, claims, plot(table))
 
