@@ -69,9 +69,11 @@ def check(
             expected, lse = pages.reference(segments, row, q[row : row + 1], layer, scale)
             expected_rows.append(expected)
             actual_rows.append(result.out[row : row + 1].cpu())
-            lses.append((result.lse[row].cpu().double() - lse[0]).abs().max())
+            # Queries are rounded: the error of scores is in proportion to their size.
+            size = lse[0].abs().clamp_min(20)
+            lses.append(((result.lse[row].cpu().double() - lse[0]).abs() / size).max())
         assert relative_error(torch.cat(actual_rows), torch.cat(expected_rows)) < limit
-        assert max(lses) < 20 * limit
+        assert max(lses) < limit
         if result.page_mass is not None:
             sums = torch.zeros(num_rows, num_heads, device="cuda")
             sums.index_add_(0, plan.page_entries.rows.cuda(), result.page_mass)
