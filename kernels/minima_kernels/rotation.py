@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from minima_kernels.cpu.library import native_library
+
 
 def hadamard(size: int) -> torch.Tensor:
     """Normalised Sylvester Hadamard matrix, float64 ``[size, size]``; ``size`` a power of two."""
@@ -43,7 +45,7 @@ class Rotation:
         device: torch.device | str = "cpu",
         signs: Sequence[int] | None = None,
     ) -> None:
-        block = head_dim & -head_dim
+        self._block = block = head_dim & -head_dim
         matrix = torch.block_diag(*[hadamard(block)] * (head_dim // block))
         if signs is not None:
             if len(signs) != head_dim or any(sign not in (-1, 1) for sign in signs):
@@ -54,8 +56,34 @@ class Rotation:
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Rotate the last axis of ``x [..., D]``."""
-        return x.to(self.matrix.dtype) @ self.matrix
+        x = x.to(self.matrix.dtype)
+        return self._transform(x) if self._is_native else x @ self.matrix
 
     def inverse(self, x: torch.Tensor) -> torch.Tensor:
         """Undo ``forward``."""
-        return x.to(self.matrix.dtype) @ self.matrix.T
+        x = x.to(self.matrix.dtype)
+        # Without signs the matrix is symmetric.
+        return self._transform(x) if self._is_native else x @ self.matrix.T
+
+    @property
+    def _is_native(self) -> bool:
+        """torch spreads even the product of a few rows over threads, and waits for them to wake."""
+        matrix = self.matrix
+        is_plain = matrix.is_cpu and matrix.dtype == torch.float32 and self.signs is None
+        return is_plain and native_library() is not None
+
+    def _transform(self, x: torch.Tensor) -> torch.Tensor:
+        native = native_library()
+        assert native is not None
+        dim = len(self.matrix)
+        if x.shape[-1] != dim or not x.is_cpu:
+            raise ValueError(
+                f"x must be [..., {dim}] on the CPU, not {list(x.shape)} on {x.device}"
+            )
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        rows = x.numel() // dim
+        native.minima_hadamard(
+            x.data_ptr(), out.data_ptr(), rows, dim, self._block, torch.get_num_threads()
+        )
+        return out

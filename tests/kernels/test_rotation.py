@@ -53,3 +53,20 @@ def test_bad_signs_are_refused(signs: list[int]) -> None:
 def test_works_in_the_dtype_asked_for() -> None:
     rotation = Rotation(64, torch.bfloat16)
     assert rotation.forward(torch.randn(2, 64)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dim", [*DIMS, 256])
+@pytest.mark.parametrize("rows", [0, 1, 9, 5000])
+def test_float32_is_the_product_with_the_matrix(dim: int, rows: int) -> None:
+    rotation = Rotation(dim)
+    x = torch.randn(rows, 2, dim)[:, 1]  # rows that do not lie one after another
+    expected = x.double() @ rotation.matrix.double()
+    assert torch.allclose(rotation.forward(x).double(), expected, atol=1e-5)
+    assert torch.allclose(rotation.inverse(x).double(), expected, atol=1e-5)
+    if rows:
+        assert torch.equal(rotation.forward(x)[-1:], rotation.forward(x[-1:]))
+
+
+def test_another_dimension_is_refused() -> None:
+    with pytest.raises((ValueError, RuntimeError)):
+        Rotation(64).forward(torch.randn(4, 128))

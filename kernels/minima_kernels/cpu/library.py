@@ -149,6 +149,8 @@ def _declare(native: ctypes.CDLL) -> None:
         *[pointer] * 3,  # cos, sin, out
     ]
     native.minima_rotate.restype = None
+    native.minima_hadamard.argtypes = [*[pointer] * 2, *[ctypes.c_int64] * 3, integer]
+    native.minima_hadamard.restype = None
 
 
 @cache

@@ -120,7 +120,9 @@ void minima_decode(const MinimaDecodePlan* plan, const MinimaGeometry* geometry,
   const int64_t count = plan->num_partials * heads * geometry->group;
   const Decode decode{*plan,     *geometry,        formats,           q, arena, scale, page_mass,
                       partials, partials + count, partials + 2 * count};
-  parallel_for(plan->num_items * heads, threads, [&](int64_t index, int) {
+  // Tokens read per head that pay for waking a thread: some 100 us of work.
+  const int64_t read = plan->item_page[plan->num_items] * geometry->page_size * heads;
+  parallel_for(plan->num_items * heads, read < 1 << 13 ? 1 : threads, [&](int64_t index, int) {
     decode.item(level, index / heads, static_cast<int>(index % heads));
   });
   // A partial costs about a token's work; small merges are not worth waking a thread.

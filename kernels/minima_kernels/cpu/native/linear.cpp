@@ -18,7 +18,7 @@ namespace {
 // Rounded rows that stay in the second-level cache while all panels go by.
 constexpr int64_t kTileBytes = 192 << 10;
 // Products that pay for waking up a thread.
-constexpr int64_t kThreadProducts = 400'000;
+constexpr int64_t kThreadProducts = 2'000'000;
 constexpr int64_t kTasksPerThread = 4;
 
 const LinearLevel& current_linear() {
