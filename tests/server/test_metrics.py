@@ -13,6 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from server_kit import RunningServer
 
+from sglang_minima.entrypoints.metrics import ServerMetrics
 from sglang_minima.entrypoints.request_log import RequestLog
 from sglang_minima.messages import FinishReason, GenerateRequest, TextOutput, TokenOutput
 from sglang_minima.sampling_params import SamplingParams
@@ -103,6 +104,18 @@ def test_values_of_the_scheduler(fake: RunningServer) -> None:
     assert value(values, "minima:kv_read_bytes_per_request_total") == 3000
     route = {"operation": "decode", "route": "torch", "reason": ""}
     assert value(values, "minima:route_uses_total", **route) == 9
+
+
+def test_no_family_without_samples(tiny: RunningServer) -> None:
+    """sglang-router joins no scrapes where one worker names a family that it has no sample of."""
+    info = tiny.get("/server_info").json()["internal_states"][0]
+    info["cache"]["counters"]["retiered_pages"] = {}
+    info["statistics"]["cached_tokens_by_kind"] = {}
+    info["routes"] = []
+    families = list(text_string_to_metric_families(ServerMetrics("m").render(info).decode()))
+    assert len(families) > 30
+    assert [family.name for family in families if not family.samples] == []
+    assert "minima:retiered_pages" not in {family.name for family in families}
 
 
 @pytest.mark.parametrize("which", ["fake", "tiny"])

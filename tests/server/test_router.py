@@ -122,6 +122,10 @@ def test_the_router_knows_its_workers(routed: Routed) -> None:
     assert routed.get("/get_model_info").json()["model_path"] == served
     loads = routed.get("/get_loads").json()["workers"]
     assert [entry["load"] for entry in loads] == [0, 0]
+    # Only one worker has samples of its conversions: the router must still join the scrapes.
+    only = routed.workers[0]
+    only.generate({"text": "a" * 300, "sampling_params": GREEDY})
+    eventually(lambda: bool(info(only)["cache"]["counters"]["retiered_pages"]))
     # The router leaves out a worker that does not answer its scrape at once, as on busy cores.
     deadline = time.monotonic() + 20
     while True:
@@ -131,6 +135,7 @@ def test_the_router_knows_its_workers(routed: Routed) -> None:
         assert time.monotonic() < deadline, metrics
         time.sleep(0.2)
     assert "sglang_num_running_reqs{" in metrics
+    assert "minima_retiered_pages" in metrics
 
 
 def test_load_spreads_and_prefixes_stay(routed: Routed) -> None:

@@ -218,6 +218,11 @@ class SchedulerCollector(Collector):
         info = self.info
         if info is None:
             return
+        # sglang-router refuses to join the scrapes of its workers where one of them names a family
+        # without a sample of it: such a family has no labels, and the others' have some.
+        yield from (family for family in self._families(info) if family.samples)
+
+    def _families(self, info: Info) -> Iterator[Metric]:
         shared = {**self._model, **_RANK}
         for name, (text, value) in _SGLANG_GAUGES.items():
             yield _family(GaugeMetricFamily, f"sglang:{name}", text, shared, (), {(): value(info)})
