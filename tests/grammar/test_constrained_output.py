@@ -10,10 +10,12 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
+import xgrammar
 from grammar_kit import GrammarKit
 from schemas import object_schema, random_schema
 
 from sglang_minima.grammar import constraint as constraints
+from sglang_minima.grammar.compiler import MAX_SPACE, GrammarCompiler, vocabulary
 from sglang_minima.grammar.spec import Grammar
 
 SCHEMAS = 100
@@ -45,6 +47,52 @@ def test_json_always_parses_and_validates(kit: GrammarKit) -> None:
     # A random model does not always close its white space and digits in time.
     assert ended >= 0.95 * SCHEMAS
     kit.check_idle()
+
+
+FLAG = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]}
+TAGGED = {"format": {"type": "json_schema", "json_schema": FLAG}}
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar.json_schema(FLAG),
+        Grammar.json_schema(FLAG, strict=False),
+        Grammar.structural_tag(TAGGED),
+    ],
+    ids=["strict", "open", "tag"],
+)
+def test_white_space_has_a_bound(kit: GrammarKit, grammar: Grammar) -> None:
+    """A model that writes blanks wherever it may still comes to the end of its object."""
+    assert kit.tokenizer is not None
+    blanks = [kit.tokenizer.encode(blank)[0] for blank in " \n\t"]
+    likely = dict.fromkeys(blanks, 50.0) | {kit.tokenizer.encode("}")[0]: 20.0}
+    rid = kit.ask(grammar, logit_bias=likely, sampling_seed=2)
+    kit.drain()
+    assert kit.finish(rid).type == "stop"
+    assert json.loads(kit.text(rid))["on"] in (True, False)
+    runs = [len(run) for run in re.findall(r"[ \n\t]+", kit.text(rid))]
+    assert runs and max(runs) == MAX_SPACE
+
+
+def test_white_space_within_the_bound_is_free(kit: GrammarKit) -> None:
+    """Deep indentation, compact text and odd spacing all follow a schema."""
+    value: Any = {"on": True}
+    schema: Any = FLAG
+    for _ in range(7):
+        value = {"in": value}
+        schema = {"type": "object", "properties": {"in": schema}, "required": ["in"]}
+    assert kit.tokenizer is not None
+    info = vocabulary(kit.tokenizer, kit.tokenizer.eos_token_ids)
+    compiled = GrammarCompiler(info).compile(Grammar.json_schema(schema))
+    for text in (
+        json.dumps(value, indent=4),
+        json.dumps(value, separators=(",", ":")),
+        json.dumps(value).replace(":", "\t: \n"),
+    ):
+        matcher = xgrammar.GrammarMatcher(compiled)
+        assert matcher.accept_string(text) and matcher.is_completed(), text
+    assert not xgrammar.GrammarMatcher(compiled).accept_string("{" + " " * (MAX_SPACE + 1))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sglang_minima.grammar.json_strings import schemas_of_tag, unsafe_pattern
+from sglang_minima.grammar.json_strings import json_contents, unsafe_pattern
 from sglang_minima.grammar.spec import MAX_CHARACTERS, Grammar
 from sglang_minima.sampling_params import InvalidRequest, SamplingParams
 
@@ -99,4 +99,4 @@ def test_patterns_that_could_break_out_of_a_string(pattern: str, safe: bool) -> 
     assert unsafe_pattern(schema) == (None if safe else pattern)
     assert unsafe_pattern({"const": {"pattern": pattern}}) is None
     tag = {"format": {"tags": [{"content": {"json_schema": schema}}]}}
-    assert list(schemas_of_tag(tag)) == [schema]
+    assert [part["json_schema"] for part in json_contents(tag)] == [schema]

@@ -10,7 +10,7 @@ import msgspec
 import xgrammar
 
 from sglang_minima.grammar.json_strings import (
-    schemas_of_tag,
+    json_contents,
     unsafe_pattern,
     with_sound_strings,
 )
@@ -20,6 +20,10 @@ from sglang_minima.tokenization.tokenizer import Tokenizer
 _NOISE = re.compile(r"^(\[[\d:]+\] )?(\S+:\d+: )?(Check failed: \(.*?\) is false: )?")
 """What xgrammar puts before its sentence: time, place in its sources, the failed condition."""
 _LONGEST_MESSAGE = 300
+
+MAX_SPACE = 32
+"""White space between two parts of a JSON text, in characters: enough for a line break and deep
+indentation. Without a bound, a weak model may write nothing else until its limit."""
 
 
 class GrammarError(ValueError):
@@ -77,10 +81,18 @@ class GrammarCompiler:
             return self._inner.compile_grammar(grammar.text)
         if grammar.kind == "json_schema":
             _check_patterns([msgspec.json.decode(grammar.text)])
-            parsed = xgrammar.Grammar.from_json_schema(grammar.text, strict_mode=grammar.strict)
+            parsed = xgrammar.Grammar.from_json_schema(
+                grammar.text, strict_mode=grammar.strict, max_whitespace_cnt=MAX_SPACE
+            )
         else:
-            _check_patterns(schemas_of_tag(msgspec.json.decode(grammar.text)))
-            parsed = xgrammar.Grammar.from_structural_tag(grammar.text)
+            tag = msgspec.json.decode(grammar.text)
+            contents = list(json_contents(tag))
+            _check_patterns(content["json_schema"] for content in contents)
+            for content in contents:
+                if content.get("max_whitespace_cnt") is None:
+                    content["max_whitespace_cnt"] = MAX_SPACE
+            text = msgspec.json.encode(tag).decode()
+            parsed = xgrammar.Grammar.from_structural_tag(text)
         sound = with_sound_strings(str(parsed))
         return self._inner.compile_grammar(parsed if sound is None else sound)
 

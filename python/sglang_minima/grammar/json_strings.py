@@ -38,17 +38,17 @@ def unsafe_pattern(schema: Any) -> str | None:
     return None
 
 
-def schemas_of_tag(value: Any) -> Iterator[Any]:
-    """The JSON schemas in a structural tag."""
+def json_contents(value: Any) -> Iterator[dict[str, Any]]:
+    """The parts of a structural tag that ask for JSON: each holds a `json_schema`."""
     if isinstance(value, dict):
+        if "json_schema" in value:
+            yield value
         for key, item in value.items():
-            if key == "json_schema":
-                yield item
-            else:
-                yield from schemas_of_tag(item)
+            if key != "json_schema":
+                yield from json_contents(item)
     elif isinstance(value, list):
         for item in value:
-            yield from schemas_of_tag(item)
+            yield from json_contents(item)
 
 
 def _patterns(schema: Any) -> Iterator[str]:
