@@ -13,6 +13,7 @@ import msgspec
 import regex
 
 from sglang_minima.grammar.spec import KINDS, Grammar
+from sglang_minima.parsers.answer import AnswerFormat
 
 GREEDY_TEMPERATURE = 1e-6
 MAX_STOPS = 32
@@ -53,6 +54,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     stream_interval: int = 1
     grammar: Grammar | None = None
     """What the output must match: `json_schema`, `regex`, `ebnf` or `structural_tag`."""
+    until_calls: AnswerFormat | None = None
+    """The sequence ends with the last tool call that such an answer may have. Set by the chat
+    routes; no field of a request."""
 
     @property
     def greedy(self) -> bool:
@@ -177,7 +181,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 _REPEAT = re.compile(r"\{\s*(\d+)\s*(?:,\s*\d*\s*)?\}")
 _UNSUPPORTED = frozenset({"beam_width", "custom_params"})
-_KNOWN = (*(name for name in SamplingParams.__struct_fields__ if name != "grammar"), *KINDS)
+_INTERNAL = frozenset({"grammar", "until_calls"})
+_KNOWN = (*(name for name in SamplingParams.__struct_fields__ if name not in _INTERNAL), *KINDS)
 _INTEGERS = (
     "max_new_tokens",
     "min_new_tokens",

@@ -74,7 +74,7 @@ class ServerArgs:
         "Jinja file (or template text) that replaces the model's chat template",
         unit="FILE",
     )
-    tool_call_parser: Literal["qwen", "hermes", "llama3"] | None = _setting(
+    tool_call_parser: Literal["qwen", "hermes", "llama3", "qwen3_coder"] | None = _setting(
         None,
         "model",
         "how the model writes tool calls (default: as its chat template shows; hermes when the "

@@ -7,6 +7,7 @@ from array import array
 import pytest
 
 from sglang_minima.messages import FinishReason
+from sglang_minima.parsers.answer import AnswerFormat
 from sglang_minima.sampling_params import SamplingParams
 from sglang_minima.scheduler.stopping import StopMatcher
 from sglang_minima.tokenization.tokenizer import Tokenizer
@@ -50,6 +51,49 @@ def test_what_ends_it(
     assert (finish.type, finish.matched) == (kind, matched)
     if kind == "stop":
         assert str(matched) in produced
+
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "}"}}'
+TWO_CALLS = f"Well.\n{CALL}\n</tool_call>\n{CALL}\n</tool_call>\n" * 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "settings", "calls"),
+    [
+        (AnswerFormat("hermes", ("f",), max_calls=1), {}, 1),
+        (AnswerFormat("hermes", ("f",), max_calls=3), {}, 3),
+        (AnswerFormat("hermes", ("f",), max_calls=1, reasoning=True), {}, 1),
+        (AnswerFormat("hermes", ("f",), max_calls=1, reasoning=True, reasons_first=True), {}, 0),
+        (AnswerFormat("hermes", ("f",)), {}, 0),
+        (AnswerFormat("hermes", ("f",), max_calls=1), {"stop": ["Well"]}, 0),
+    ],
+)
+def test_the_last_call_ends_it(
+    tokenizer: Tokenizer, answer: AnswerFormat, settings: dict[str, object], calls: int
+) -> None:
+    limit = len(tokenizer.encode(TWO_CALLS))
+    sampling = SamplingParams(until_calls=answer, max_new_tokens=limit, **settings)
+    produced, finish = run(tokenizer, TWO_CALLS, sampling)
+    if calls:
+        assert finish == FinishReason("stop")
+        assert produced.count('"}}') == calls
+        # Nothing comes behind the token that ends the call.
+        assert produced.rstrip().endswith("}")
+    elif settings:
+        assert (produced, finish.matched) == ("Well", "Well")
+    else:
+        assert finish.type == "length"
+
+
+def test_a_minimum_of_tokens_outlives_the_last_call(tokenizer: Tokenizer) -> None:
+    first = len(tokenizer.encode("Well.\n" + CALL))
+    sampling = SamplingParams(
+        until_calls=AnswerFormat("hermes", ("f",), max_calls=1), min_new_tokens=first + 5
+    )
+    produced, finish = run(tokenizer, TWO_CALLS, sampling)
+    assert finish == FinishReason("stop")
+    assert len(tokenizer.encode(produced)) >= first + 5
+    assert produced.count('"}}') == 1
 
 
 def test_end_of_sequence_and_ignore_eos(tokenizer: Tokenizer) -> None:

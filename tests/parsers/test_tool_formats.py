@@ -33,6 +33,7 @@ TOOLS: list[tuple[str, Any]] = [("weather", CITY), ('say "hi"', {"type": "object
         (None, "hermes"),
         ("{{ messages }}", "hermes"),
         ("{% if tools %}<tool_call>{% endif %}", "hermes"),
+        ("{% if tools %}<tool_call>\n<function=f>{% endif %}", "qwen3_coder"),
         ('{% if tools %}{"name": f, "parameters": {}}{% endif %}', "llama3"),
         ("{% if tools %}Environment: ipython{% endif %}", "llama3"),
         ("{% if tools %}[AVAILABLE_TOOLS]{% endif %}", None),
@@ -70,7 +71,7 @@ def accepts(grammar: str, text: str) -> bool:
     return bool(matcher.accept_string(text) and matcher.accept_token(256))
 
 
-@pytest.mark.parametrize("name", ["hermes", "llama3"])
+@pytest.mark.parametrize("name", ["hermes", "llama3", "qwen3_coder"])
 def test_grammar_of_forced_calls(name: str) -> None:
     form = TOOL_FORMATS[name]
     rome, oslo = (form.call_text("weather", {"city": city}) for city in ("Rome", "Oslo"))
@@ -86,9 +87,10 @@ def test_grammar_of_forced_calls(name: str) -> None:
     for wrong in ("", "Well.", form.call_text("weather", {}), form.call_text("weather", {"a": 1})):
         assert not accepts(parallel, wrong)
     assert not accepts(parallel, form.call_text("unknown", {}))
-    assert accepts(parallel, rome.replace('"city"', ' \n  "city"'))
-    assert not accepts(parallel, rome.replace('"city"', " " * 100 + '"city"'))
-    parsed = parse_whole(form.parser([tool for tool, _ in TOOLS]), several)
+    key = '"city"' if '"city"' in rome else "<parameter=city>"
+    assert accepts(parallel, rome.replace(key, " \n  " + key))
+    assert not accepts(parallel, rome.replace(key, " " * 100 + key))
+    parsed = parse_whole(form.parser(dict(TOOLS)), several)
     assert [(call.name, json.loads(call.arguments)) for call in parsed.calls] == [
         ("weather", {"city": "Rome"}),
         ('say "hi"', {"to": ["you", 1]}),
@@ -96,7 +98,7 @@ def test_grammar_of_forced_calls(name: str) -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["hermes", "llama3"])
+@pytest.mark.parametrize("name", ["hermes", "llama3", "qwen3_coder"])
 def test_grammar_of_strict_tools_leaves_the_choice(name: str) -> None:
     form = TOOL_FORMATS[name]
     grammar = calls_grammar(form, TOOLS, required=False, parallel=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
+from array import array
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
@@ -29,6 +30,7 @@ from sglang_minima.messages import (
     TokenOutput,
     ToScheduler,
 )
+from sglang_minima.scheduler.stopping import StopMatcher
 from sglang_minima.server_args import ServerArgs
 from sglang_minima.tokenization.tokenizer import Tokenizer
 
@@ -77,6 +79,12 @@ class Running:
     announced: bool = False
     script: list[int] = field(default_factory=list)
     """What to answer; empty: the prompt, in a cycle."""
+    tokens: array[int] = field(init=False)
+    """Prompt and output."""
+    stop: StopMatcher | None = None
+
+    def __post_init__(self) -> None:
+        self.tokens = array("i", self.request.input_ids)
 
 
 def logprobs(ids: list[int], request: GenerateRequest, first_known: bool) -> LogProbs:
@@ -240,23 +248,14 @@ class FakeScheduler:
             (len(running.output) + (0 if running.script else request.seed_offset)) % len(ids)
         ]
         running.output.append(token)
-        finish = self.finish(running)
+        running.tokens.append(token)
+        if running.stop is None:
+            eos = self.tokenizer.eos_token_ids
+            running.stop = StopMatcher(request.sampling, eos, self.tokenizer)
+        finish = running.stop.check(running.tokens, len(request.input_ids))
         if finish is not None:
             del self.running[request.rid]
         return self.output(running, [token], finish)
-
-    def finish(self, running: Running) -> FinishReason | None:
-        sampling, token = running.request.sampling, running.output[-1]
-        eos = frozenset() if sampling.ignore_eos else self.tokenizer.eos_token_ids
-        if token in eos or token in sampling.stop_token_ids:
-            return FinishReason("stop", token)
-        text = self.tokenizer.decode(running.output, sampling.skip_special_tokens)
-        for stop in sampling.stop:
-            if stop in text:
-                return FinishReason("stop", stop)
-        if len(running.output) >= sampling.max_new_tokens:
-            return FinishReason("length", sampling.max_new_tokens)
-        return None
 
     def output(self, running: Running, ids: list[int], finish: FinishReason | None) -> TokenOutput:
         request, first = running.request, not running.announced

@@ -77,11 +77,63 @@ def test_calls_with_text_before(client: openai.OpenAI) -> None:
     assert len({call.id for call in message.tool_calls}) == 2
 
 
-def test_one_call_only_when_parallel_calls_are_off(client: openai.OpenAI) -> None:
-    message = ask(client, TWO, parallel_tool_calls=False).choices[0].message
-    assert [call.function.name for call in message.tool_calls] == ["weather"]
-    seen = collect(ask(client, TWO, parallel_tool_calls=False, stream=True))
+@pytest.mark.parametrize("start", ["", "Let me look.\n", "<think>\nHm.\n</think>\n"])
+def test_one_call_only_when_parallel_calls_are_off(client: openai.OpenAI, start: str) -> None:
+    """The answer ends with its first call: no token is generated behind it."""
+    script = start + TWO
+    reply = ask(client, script, parallel_tool_calls=False, n=2)
+    stream = ask(
+        client,
+        script,
+        parallel_tool_calls=False,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    seen = collect(stream)
+    first = start + ONE.removesuffix("\n</tool_call>")
+    for choice in reply.choices:
+        (call,) = choice.message.tool_calls
+        assert call.function.name == "weather"
+        assert choice.finish_reason == seen["finish"] == "tool_calls"
+        assert (choice.message.content or "") == seen["content"]
+        assert json.loads(call.function.arguments) == {"city": "Zürich"}
+        assert call.function.arguments == seen["calls"][0][2]
     assert [name for _, name, _ in seen["calls"]] == ["weather"]
+    # The model's tokens are bytes.
+    assert reply.usage.completion_tokens == 2 * len(first.encode())
+    assert seen["usage"].completion_tokens == len(first.encode())
+
+
+def test_a_broken_call_does_not_end_the_answer(client: openai.OpenAI) -> None:
+    script = f'<tool_call>{{"call": 1}}</tool_call> {TWO} Done.'
+    message = ask(client, script, parallel_tool_calls=False).choices[0].message
+    assert message.content == '<tool_call>{"call": 1}</tool_call>'
+    assert len(message.tool_calls) == 1
+
+
+def allowed(mode: str, *names: str) -> Any:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        allowed("auto"),
+        allowed("sometimes", "weather"),
+        allowed("auto", "nothing"),
+        {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": ["weather"]}},
+        {"type": "allowed_tools", "mode": "auto"},
+    ],
+)
+def test_bad_allowed_tools(client: openai.OpenAI, choice: Any) -> None:
+    with pytest.raises(openai.BadRequestError, match="tool_choice"):
+        ask(client, ONE, tool_choice=choice)
+
+
+def test_all_tools_allowed_is_auto(client: openai.OpenAI) -> None:
+    message = ask(client, TWO, tool_choice=allowed("auto", "time", "weather")).choices[0].message
+    assert [call.function.name for call in message.tool_calls] == ["weather", "time"]
 
 
 @pytest.mark.parametrize("options", [{"tools": openai.NOT_GIVEN}, {"tool_choice": "none"}])

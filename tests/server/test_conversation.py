@@ -73,10 +73,10 @@ def test_reasoning_follows_the_prompt(renderer: ChatRenderer) -> None:
     assert parse_whole(plain.make_parser(), text) == ParsedText(content=text)
     assert parse_whole(thinking.make_parser(), text) == ParsedText("Hm.", "Yes.")
     sampling = SamplingParams(grammar=Grammar("regex", "a+"))
-    assert plain.let_reason(sampling) == sampling
-    found = thinking.let_reason(sampling).grammar
+    assert plain.guide(sampling) == sampling
+    found = thinking.guide(sampling).grammar
     assert found is not None and found.kind == "structural_tag"
-    assert thinking.let_reason(SamplingParams()) == SamplingParams()
+    assert thinking.guide(SamplingParams()) == SamplingParams()
 
 
 def test_one_call_at_most(renderer: ChatRenderer) -> None:

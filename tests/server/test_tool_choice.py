@@ -95,6 +95,31 @@ def test_required_allows_several_calls(client: openai.OpenAI) -> None:
         check_weather(call.function.arguments)
 
 
+def allowed(mode: str, *names: str) -> Any:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def test_allowed_tools(client: openai.OpenAI) -> None:
+    """The prompt shows all tools, the grammar only lets the allowed ones be called."""
+    options: dict[str, Any] = {"parallel_tool_calls": False, "n": 4, "temperature": 1, "seed": 2}
+    reply = ask(client, tool_choice=allowed("required", "get_time"), **options)
+    for choice in reply.choices:
+        (call,) = choice.message.tool_calls
+        assert call.function.name == "get_time"
+    everything = ask(client, tool_choice="required", **options)
+    assert reply.usage.prompt_tokens == everything.usage.prompt_tokens
+    both = ask(client, tool_choice=allowed("required", "get_time", "get_weather"), **options)
+    names = [choice.message.tool_calls[0].function.name for choice in both.choices]
+    assert names == [choice.message.tool_calls[0].function.name for choice in everything.choices]
+
+
+def test_allowed_tools_leave_the_choice_of_answering(client: openai.OpenAI) -> None:
+    free = ask(client, tool_choice=allowed("auto", "get_time"), max_tokens=12)
+    plain = ask(client, max_tokens=12)
+    assert free.choices[0].message.content == plain.choices[0].message.content
+
+
 def test_strict_tools_leave_the_choice(client: openai.OpenAI) -> None:
     strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
     free = ask(client, tools=[strict], max_tokens=12)

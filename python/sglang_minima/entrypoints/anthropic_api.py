@@ -53,7 +53,7 @@ def add_anthropic_routes(
         body.sampling(vocab_size, None)  # cheap, and tells before the work
         chat = await render_chat(manager, renderer, body.conversation())
         sampling = body.sampling(vocab_size, chat.structural_tag)
-        sampling = chat.let_reason(sampling)
+        sampling = chat.guide(sampling)
         name = f"msg_{uuid.uuid4().hex[:24]}"
         reply = Reply(name, body.model or model_name, body.max_tokens, body.marks_cache, page_size)
         generation = await manager.submit([PromptInput(chat.prompt, sampling, name)], name)

@@ -49,7 +49,7 @@ def add_chat_route(
         body.sampling(body.output_limit(), vocab_size)  # cheap, and tells before the work
         chat = await render_chat(manager, renderer, body.conversation(vocab_size))
         sampling = body.sampling(body.output_limit(), vocab_size, chat.structural_tag)
-        sampling = chat.let_reason(sampling)
+        sampling = chat.guide(sampling)
         request_id = body.request_id("chatcmpl", uuid.uuid4().hex)
         top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         inputs = [body.prompt_input(chat.prompt, request_id, sampling, top_logprobs)]

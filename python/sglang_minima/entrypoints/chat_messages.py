@@ -91,12 +91,8 @@ You are provided with function signatures within <tools></tools> XML tags:
 {tools}
 </tools>
 
-For each function call, return a json object with function name and arguments within \
-<tool_call></tool_call> XML tags:
-<tool_call>
-{{"name": <function-name>, "arguments": <args-json-object>}}
-</tool_call>"""
-"""The words of Qwen 2.5 and Hermes, which models of many families have seen."""
+{manner}"""
+"""In words of Qwen 2.5 and Hermes, which models of many families have seen."""
 
 
 def spell_out_tools(
@@ -130,7 +126,7 @@ def spell_out_tools(
         spelled.append(message)
     if tools:
         specs = "\n".join(json.dumps(tool.spec(), ensure_ascii=False) for tool in tools)
-        text = _INTRODUCTION.format(tools=specs)
+        text = _INTRODUCTION.format(tools=specs, manner=tool_format.manner)
         if spelled[0]["role"] == "system":
             content = f"{_plain(spelled[0]['content'])}\n\n{text}"
             spelled[0] = {**spelled[0], "content": content}

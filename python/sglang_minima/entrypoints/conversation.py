@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ import msgspec
 
 from sglang_minima.entrypoints.chat_messages import Message, spell_out_tools
 from sglang_minima.entrypoints.tools import NO_TOOLS, Tool, ToolChoice, check_tools
+from sglang_minima.parsers.answer import AnswerFormat
 from sglang_minima.parsers.formats import (
     TOOL_FORMATS,
     after_reasoning,
@@ -20,7 +21,8 @@ from sglang_minima.parsers.formats import (
     knows_tools,
 )
 from sglang_minima.parsers.output import OutputParser
-from sglang_minima.parsers.reasoning import END_THINK, ReasoningParser
+from sglang_minima.parsers.reasoning import END_THINK
+from sglang_minima.parsers.schema_types import Schema
 from sglang_minima.sampling_params import InvalidRequest, SamplingParams
 from sglang_minima.tokenization.tokenizer import Tokenizer
 
@@ -57,11 +59,19 @@ class RenderedChat:
     """The grammar that the tools put on the answer."""
     reasons_first: bool
     """The answer begins inside reasoning."""
-    make_parser: Callable[[], OutputParser]
-    """A parser for one answer."""
+    answer: AnswerFormat
+    schemas: dict[str, Schema]
+    """Of the tools that may be called, by name."""
 
-    def let_reason(self, sampling: SamplingParams) -> SamplingParams:
-        """Parameters whose grammar holds behind the reasoning, if the answer begins with some."""
+    def make_parser(self) -> OutputParser:
+        """A parser for one answer."""
+        return self.answer.parser(self.schemas)
+
+    def guide(self, sampling: SamplingParams) -> SamplingParams:
+        """Parameters whose grammar holds behind the reasoning, if the answer begins with some, and
+        that end the answer with the last call that it may have."""
+        if self.answer.max_calls is not None and self.structural_tag is None:
+            sampling = msgspec.structs.replace(sampling, until_calls=self.answer)
         if not self.reasons_first or sampling.grammar is None:
             return sampling
         try:
@@ -109,17 +119,18 @@ class ChatRenderer:
         prompt = self._prompt(chat, tools) if chat.prompt is None else chat.prompt
         end = self._tokenizer.decode(prompt[-_PROMPT_END:], skip_special_tokens=False)
         opened = begins_with_reasoning(self._reasoning, end)
-        names = [tool.name for tool in tools]
-        tool_format = self.tool_format if tools else None
-
-        def make_parser() -> OutputParser:
-            reasoning = None
-            if self._reasoning is not None and chat.split_reasoning:
-                reasoning = ReasoningParser(opened)
-            calls = None if tool_format is None else tool_format.parser(names)
-            return OutputParser(reasoning, calls, None if chat.parallel else 1)
-
-        return RenderedChat(prompt, self._grammar(chat, tools), opened, make_parser)
+        callable_tools = [tool for tool in tools if chat.choice.allows(tool)]
+        reads_calls = self.tool_format is not None and bool(tools)
+        answer = AnswerFormat(
+            tool_format=self.tool_format.name if self.tool_format and reads_calls else None,
+            tool_names=tuple(tool.name for tool in callable_tools),
+            max_calls=1 if reads_calls and not chat.parallel else None,
+            reasoning=self._reasoning is not None and chat.split_reasoning,
+            reasons_first=opened,
+        )
+        schemas: dict[str, Schema] = {tool.name: tool.schema for tool in callable_tools}
+        grammar = self._grammar(chat, tools, callable_tools)
+        return RenderedChat(prompt, grammar, opened, answer, schemas)
 
     def reasoning_tokens(self, reasoning: str, output_ids: Sequence[int]) -> int:
         """How many output tokens were reasoning."""
@@ -152,17 +163,20 @@ class ChatRenderer:
         except (ValueError, TypeError) as error:
             raise InvalidRequest(f"the chat template refused the messages: {error}") from None
 
-    def _grammar(self, chat: Conversation, tools: list[Tool]) -> str | None:
-        """Calls must follow the schemas where the client forces a call, or says strict."""
+    def _grammar(
+        self, chat: Conversation, tools: list[Tool], callable_tools: list[Tool]
+    ) -> str | None:
+        """Calls must follow the schemas where the client forces a call, or says strict; where it
+        allows only some of the tools, no other may be called."""
         required = chat.choice.mode == "required"
         if self.tool_format is None or not tools:
             return None
-        if not required and not any(tool.strict for tool in tools):
+        free = not required and len(callable_tools) == len(tools)
+        if free and not any(tool.strict for tool in tools):
             return None
-        wanted = [tool for tool in tools if chat.choice.name in (None, tool.name)]
-        schemas: list[tuple[str, dict[str, Any] | bool]] = [
+        schemas: list[tuple[str, Schema]] = [
             (tool.name, tool.schema if required or tool.strict else {"type": "object"})
-            for tool in wanted
+            for tool in callable_tools
         ]
         parallel = chat.parallel and chat.choice.name is None
         return calls_grammar(self.tool_format, schemas, required, parallel)

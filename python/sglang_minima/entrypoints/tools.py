@@ -44,6 +44,14 @@ class ToolChoice:
     mode: Literal["auto", "required", "none"]
     name: str | None = None
     """With "required": the one tool to call."""
+    allowed: frozenset[str] | None = None
+    """The tools that may be called, of those that the model is told about; None: all."""
+
+    def allows(self, tool: Tool) -> bool:
+        """Whether this tool may be called."""
+        if self.mode == "none" or (self.name is not None and tool.name != self.name):
+            return False
+        return self.allowed is None or tool.name in self.allowed
 
 
 NO_TOOLS = ToolChoice("none")
@@ -73,8 +81,9 @@ def check_tools(tools: Sequence[Tool], choice: ToolChoice) -> None:
         raise InvalidRequest("two tools have the same name")
     if choice.mode == "required" and not tools:
         raise InvalidRequest("tool_choice asks for a call, but tools is empty")
-    if choice.name is not None and choice.name not in names:
-        raise InvalidRequest(f"tool_choice names {choice.name!r}, which is not among the tools")
+    chosen = {choice.name} if choice.name is not None else choice.allowed or set()
+    for name in sorted(chosen - names):
+        raise InvalidRequest(f"tool_choice names {name!r}, which is not among the tools")
 
 
 def openai_tools(raw: list[Any] | None) -> list[Tool]:
@@ -108,7 +117,23 @@ def openai_tool_choice(raw: Any, tools: Sequence[Tool]) -> ToolChoice:
             return ToolChoice(raw)
         case {"type": "function", "function": {"name": str(name)}}:
             return ToolChoice("required", name)
+        case {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [_, *_] as allowed},
+        }:
+            return ToolChoice(mode, allowed=frozenset(map(_allowed_name, allowed)))
     raise InvalidRequest(
-        'tool_choice must be "auto", "required", "none" or '
-        '{"type": "function", "function": {"name": ...}}'
+        'tool_choice must be "auto", "required", "none", '
+        '{"type": "function", "function": {"name": ...}} or '
+        '{"type": "allowed_tools", "allowed_tools": {"mode": "auto" or "required", '
+        '"tools": [functions]}}'
+    )
+
+
+def _allowed_name(item: Any) -> str:
+    match item:
+        case {"type": "function", "function": {"name": str(name)}}:
+            return name
+    raise InvalidRequest(
+        'tool_choice.allowed_tools.tools must be {"type": "function", "function": {"name": ...}}'
     )

@@ -85,6 +85,9 @@ class CallReader:
         self._arguments.clear()
         return taken
 
+    def finish(self) -> None:
+        """The text has ended inside the object; nothing of its arguments is held back."""
+
     def _step(self, char: str) -> bool:
         """One character outside strings and arguments; False when it cannot stand here."""
         if char in _SPACE:

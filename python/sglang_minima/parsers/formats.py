@@ -3,22 +3,58 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 from sglang_minima.grammar.spec import Grammar
-from sglang_minima.parsers.pieces import Parser
 from sglang_minima.parsers.reasoning import END_THINK, THINK
-from sglang_minima.parsers.tool_calls import HermesParser, Llama3Parser
+from sglang_minima.parsers.schema_types import Schema
+from sglang_minima.parsers.tool_calls import Llama3Parser, TaggedParser, ToolParser
+from sglang_minima.parsers.xml_reader import XmlCallReader
 
 _MAX_SPACE = 8
 """White space between two parts of forced arguments: a weak model would write nothing else."""
 
 
-@dataclass(frozen=True)
-class ToolFormat:
+class ToolFormat(Protocol):
     """How a family of models writes tool calls."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def separator(self) -> str:
+        """Between two calls."""
+        ...
+
+    @property
+    def trigger(self) -> str:
+        """How a call begins in free text."""
+        ...
+
+    @property
+    def manner(self) -> str:
+        """Tells a model how to call, where the chat template does not."""
+        ...
+
+    def parser(self, tools: Mapping[str, Schema]) -> ToolParser:
+        """A parser of one answer to a prompt with these tools (schemas by name)."""
+        ...
+
+    def call_text(self, name: str, arguments: Any) -> str:
+        """A call as the model would write it."""
+        ...
+
+    def tag(self, name: str, schema: Schema) -> dict[str, Any]:
+        """The structural tag of a call of one tool."""
+        ...
+
+
+@dataclass(frozen=True)
+class JsonFormat:
+    """A call is a JSON object, with or without tags around it."""
 
     name: str
     arguments_key: str
@@ -26,37 +62,96 @@ class ToolFormat:
     """Before the JSON object of a call."""
     end: str
     separator: str
-    """Between two calls."""
     trigger: str
-    """How a call begins in free text."""
+    manner: str
 
-    def parser(self, tool_names: Collection[str]) -> Parser:
-        """A parser of one answer to a prompt with these tools."""
-        return HermesParser() if self.begin else Llama3Parser(tool_names)
+    def parser(self, tools: Mapping[str, Schema]) -> ToolParser:
+        """See `ToolFormat`."""
+        return TaggedParser() if self.begin else Llama3Parser(tools)
 
     def call_text(self, name: str, arguments: Any) -> str:
-        """A call as the model would write it."""
+        """See `ToolFormat`."""
         call = json.dumps({"name": name, self.arguments_key: arguments}, ensure_ascii=False)
         return f"{self.begin}{call}{self.end}"
 
-    def tag(self, name: str, schema: dict[str, Any] | bool) -> dict[str, Any]:
-        """The structural tag of a call of one tool."""
+    def tag(self, name: str, schema: Schema) -> dict[str, Any]:
+        """See `ToolFormat`."""
         head = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{self.arguments_key}": '
-        return {
-            "type": "tag",
-            "begin": self.begin + head,
-            "content": {
-                "type": "json_schema",
-                "json_schema": schema,
-                "max_whitespace_cnt": _MAX_SPACE,
-            },
-            "end": "}" + self.end,
-        }
+        return _tag(self.begin + head, schema, "json", "}" + self.end)
 
 
-_HERMES = ToolFormat("hermes", "arguments", "<tool_call>\n", "\n</tool_call>", "\n", "<tool_call>")
-_LLAMA3 = ToolFormat("llama3", "parameters", "", "", "; ", '{"name": ')
-TOOL_FORMATS = {"hermes": _HERMES, "qwen": _HERMES, "llama3": _LLAMA3}
+@dataclass(frozen=True)
+class XmlFormat:
+    """A call is a function element with one element for each argument, in <tool_call> tags.
+
+    Format: chat template of Qwen3-Coder.
+    """
+
+    name: str
+    separator: str
+    trigger: str
+    manner: str
+
+    def parser(self, tools: Mapping[str, Schema]) -> ToolParser:
+        """See `ToolFormat`."""
+        return TaggedParser(partial(XmlCallReader, tools))
+
+    def call_text(self, name: str, arguments: Any) -> str:
+        """See `ToolFormat`; arguments that are no object are left out, as there is no name for
+        them."""
+        lines = [f"<function={name}>"]
+        for key, value in arguments.items() if isinstance(arguments, dict) else ():
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            lines += [f"<parameter={key}>", text, "</parameter>"]
+        return "\n".join(["<tool_call>", *lines, "</function>", "</tool_call>"])
+
+    def tag(self, name: str, schema: Schema) -> dict[str, Any]:
+        """See `ToolFormat`."""
+        begin = f"<tool_call>\n<function={name}>\n"
+        return _tag(begin, schema, "qwen_xml", "</function>\n</tool_call>")
+
+
+def _tag(begin: str, schema: Schema, style: str, end: str) -> dict[str, Any]:
+    content = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": _MAX_SPACE}
+    return {"type": "tag", "begin": begin, "content": content | {"style": style}, "end": end}
+
+
+_HERMES = JsonFormat(
+    "hermes",
+    "arguments",
+    "<tool_call>\n",
+    "\n</tool_call>",
+    "\n",
+    "<tool_call>",
+    "For each function call, return a json object with function name and arguments within "
+    "<tool_call></tool_call> XML tags:\n<tool_call>\n"
+    '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>',
+)
+"""In words of Qwen 2.5 and Hermes, which models of many families have seen."""
+_LLAMA3 = JsonFormat(
+    "llama3",
+    "parameters",
+    "",
+    "",
+    "; ",
+    '{"name": ',
+    "To call a function, answer with nothing but a JSON object of its name and its arguments:\n"
+    '{"name": <function-name>, "parameters": <args-json-object>}',
+)
+_QWEN3_CODER = XmlFormat(
+    "qwen3_coder",
+    "\n",
+    "<tool_call>",
+    "To call a function, write its name and each of its arguments like this:\n"
+    "<tool_call>\n<function=name-of-the-function>\n<parameter=name-of-the-argument>\n"
+    "value\n</parameter>\n</function>\n</tool_call>",
+)
+TOOL_FORMATS: dict[str, ToolFormat] = {
+    "hermes": _HERMES,
+    "qwen": _HERMES,
+    "llama3": _LLAMA3,
+    "qwen3_coder": _QWEN3_CODER,
+}
 
 
 def detect_tool_format(template: str | None) -> ToolFormat | None:
@@ -64,8 +159,10 @@ def detect_tool_format(template: str | None) -> ToolFormat | None:
 
     Templates that know no tools get them in Hermes' words (see `spell_out_tools`).
     """
-    if template is None or not knows_tools(template) or "<tool_call>" in template:
+    if template is None or not knows_tools(template):
         return _HERMES
+    if "<tool_call>" in template:
+        return _QWEN3_CODER if "<function=" in template else _HERMES
     if "python_tag" in template or '"parameters"' in template or "ipython" in template:
         return _LLAMA3
     return None
@@ -89,7 +186,7 @@ def begins_with_reasoning(name: str | None, prompt_end: str) -> bool:
 
 def calls_grammar(
     tool_format: ToolFormat,
-    tools: Sequence[tuple[str, dict[str, Any] | bool]],
+    tools: Sequence[tuple[str, Schema]],
     required: bool,
     parallel: bool,
 ) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sglang_minima.parsers.pieces import CallArguments, CallStart, Content, Parser, Piece
+from sglang_minima.parsers.tool_calls import ToolParser
 
 
 class OutputParser:
@@ -15,11 +16,18 @@ class OutputParser:
     """
 
     def __init__(
-        self, reasoning: Parser | None, tools: Parser | None, max_calls: int | None = None
+        self, reasoning: Parser | None, tools: ToolParser | None, max_calls: int | None = None
     ) -> None:
         self._reasoning = reasoning
         self._tools = tools
         self._max_calls = max_calls
+
+    @property
+    def full(self) -> bool:
+        """The last call that the answer may have is complete."""
+        if self._tools is None or self._max_calls is None:
+            return False
+        return self._tools.ended_calls >= self._max_calls
 
     def push(self, text: str) -> list[Piece]:
         """See `Parser`."""

@@ -1,8 +1,9 @@
-"""Parsers of the tool-call formats: Hermes (also Qwen's) and Llama 3's JSON."""
+"""Parsers of the tool-call formats: between <tool_call> tags, and Llama 3's JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from typing import Protocol
 
 from sglang_minima.parsers.call_reader import CallReader, Outcome
 from sglang_minima.parsers.pieces import (
@@ -16,7 +17,21 @@ from sglang_minima.parsers.pieces import (
 _SPACE = " \t\r\n"
 
 
-class _ToolParser:
+class Reader(Protocol):
+    """Reads one call; see `CallReader`."""
+
+    name: str | None
+    outcome: Outcome | None
+    unsettled: str
+
+    def feed(self, text: str, position: int) -> int: ...
+
+    def finish(self) -> None: ...
+
+    def take_arguments(self) -> str: ...
+
+
+class ToolParser:
     """What the formats share: text held back, white space around calls, the call being read.
 
     White space between content and a call, and between calls, belongs to the format: it is given
@@ -34,8 +49,14 @@ class _ToolParser:
         self._calls = 0
         self._after_call = False
         """Only white space since the last call."""
-        self._reader: CallReader | None = None
+        self._reader: Reader | None = None
         self._pieces: list[Piece] = []
+
+    @property
+    def ended_calls(self) -> int:
+        """Calls that have come to their end."""
+        reading = self._reader is not None and self._reader.name is not None
+        return self._calls - reading
 
     def push(self, text: str) -> list[Piece]:
         """See `Parser`."""
@@ -79,10 +100,12 @@ class _ToolParser:
         self._text = self._text[end:]
         return found >= 0
 
-    def _read_call(self, reader: CallReader) -> None:
+    def _read_call(self, reader: Reader, final: bool) -> None:
         """Feeds the call that is being read and gives out what is certain of it."""
         before = reader.name
         self._text = self._text[reader.feed(self._text, 0) :]
+        if final and reader.outcome is None:
+            reader.finish()
         if before is None and reader.name is not None:
             # What stood before a call, and white space between calls, is not content.
             self._space = ""
@@ -93,14 +116,22 @@ class _ToolParser:
             self._pieces.append(CallArguments(self._calls - 1, arguments))
 
 
-class HermesParser(_ToolParser):
-    """`<tool_call>{"name": ..., "arguments": ...}</tool_call>`, any number of them in a text.
+class TaggedParser(ToolParser):
+    """`<tool_call>...</tool_call>`, any number of them in a text.
 
-    Format: chat templates of Hermes 2 Pro and later, and of Qwen 2.5 and Qwen 3.
+    Format: chat templates of Hermes 2 Pro and later, and of Qwen 2.5 and Qwen 3, where
+    {"name": ..., "arguments": ...} stands between the tags, and of Qwen3-Coder (`XmlCallReader`).
+
+    Args:
+        make_reader: a reader of what stands between the tags.
     """
 
     marker = "<tool_call>"
     end_marker = "</tool_call>"
+
+    def __init__(self, make_reader: Callable[[], Reader] = CallReader) -> None:
+        super().__init__()
+        self._make_reader = make_reader
 
     def _step(self, final: bool) -> bool:
         if self._reader is None:
@@ -109,10 +140,10 @@ class HermesParser(_ToolParser):
             if not self._read_content(final):
                 return False
             self._text = self._text[len(self.marker) :]
-            self._reader = CallReader()
+            self._reader = self._make_reader()
             return True
         reader = self._reader
-        self._read_call(reader)
+        self._read_call(reader, final)
         if reader.outcome is None and not final:
             return False
         self._reader = None
@@ -128,16 +159,19 @@ class HermesParser(_ToolParser):
         return bool(self._text)
 
     def _end_of_call(self, final: bool) -> bool:
-        """Takes the end marker; False while it may still come."""
+        """Takes the end marker, or its beginning where the text ends; False while more of it may
+        still come."""
         body = self._text.lstrip(_SPACE)
         if body.startswith(self.end_marker):
             self._text = body[len(self.end_marker) :]
-        elif not final and self.end_marker.startswith(body):
-            return False
+        elif self.end_marker.startswith(body):
+            if not final:
+                return False
+            self._text = ""
         return True
 
 
-class Llama3Parser(_ToolParser):
+class Llama3Parser(ToolParser):
     """`{"name": ..., "parameters": ...}` as the whole answer, or several with `;` between them.
 
     A call begins the text, or follows a call or the token <|python_tag|>; there must be a tool of
@@ -184,8 +218,8 @@ class Llama3Parser(_ToolParser):
         self._give_up()
         return bool(self._text)
 
-    def _continue_call(self, reader: CallReader, final: bool) -> bool:
-        self._read_call(reader)
+    def _continue_call(self, reader: Reader, final: bool) -> bool:
+        self._read_call(reader, final)
         if reader.name is not None:
             self._before = ""
         if reader.outcome is None and not final:

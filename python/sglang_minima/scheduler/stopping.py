@@ -38,7 +38,10 @@ class StopMatcher:
         self._early = 0
         """Leading characters of `_text` that were written before min_new_tokens."""
         self._longest = max((len(text) for text in sampling.stop), default=0)
-        self._reads_text = tokenizer is not None and bool(sampling.stop or self._patterns)
+        self._answer = None if sampling.until_calls is None else sampling.until_calls.parser()
+        self._reads_text = tokenizer is not None and bool(
+            sampling.stop or self._patterns or self._answer
+        )
         self.constraint: Constraint | None = None
         """The grammar that the sequence follows."""
         self._min_new_tokens = sampling.min_new_tokens
@@ -93,6 +96,8 @@ class StopMatcher:
                 self._sampling.spaces_between_special_tokens,
             )
         delta = self._decoder.push([tokens[-1]])
+        if self._answer is not None:
+            self._answer.push(delta)
         text = self._text + delta
         self._text = text[-max(_REGEX_WINDOW, 2 * self._longest) :]
         self._early = max(self._early - len(text) + len(self._text), 0)
@@ -106,6 +111,8 @@ class StopMatcher:
         for stop in self._sampling.stop:
             if stop in tail:
                 return FinishReason("stop", stop)
+        if self._answer is not None and self._answer.full:
+            return FinishReason("stop")
         for pattern in self._patterns:
             try:
                 matches = pattern.finditer(self._text, timeout=_REGEX_TIMEOUT)
