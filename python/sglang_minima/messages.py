@@ -116,6 +116,8 @@ class TokenOutput(msgspec.Struct, array_like=True):
     """time.time() when the first token was sampled (0 before)."""
     queue_seconds: float | None = None
     """Time from arrival at the scheduler to the first admission; None before."""
+    prefill_seconds: float | None = None
+    """Time from there to the first token; None before."""
     stop: list[str] = []
     """With the first output: the stop strings, whose possible beginnings are not streamed."""
 

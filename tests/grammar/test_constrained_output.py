@@ -79,7 +79,7 @@ def test_white_space_within_the_bound_is_free(kit: GrammarKit) -> None:
     """Deep indentation, compact text and odd spacing all follow a schema."""
     value: Any = {"on": True}
     schema: Any = FLAG
-    for _ in range(7):
+    for _ in range(6):
         value = {"in": value}
         schema = {"type": "object", "properties": {"in": schema}, "required": ["in"]}
     assert kit.tokenizer is not None

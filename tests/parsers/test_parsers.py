@@ -308,7 +308,7 @@ CASES: list[tuple[Callable[[], Parser], str, ParsedText]] = [
         coder,
         "<tool_call>\n<function=f>\n<parameter=α>\n\n a\n</parameter>\n</function>\n"
         "</tool_call>\nOk",
-        ParsedText(content="Ok", calls=[ToolCall("f", '{"α": "\\n a"}')]),
+        ParsedText(content="\nOk", calls=[ToolCall("f", '{"α": "\\n a"}')]),
     ),
     (
         coder,  # cut off in a value

@@ -19,6 +19,7 @@ import numpy as np
 
 from minima_radix import LifecycleCounters
 from sglang_minima.channels import Addresses, Receiver, Sender
+from sglang_minima.durations import Durations
 from sglang_minima.messages import (
     AbortRequest,
     ControlReply,
@@ -69,6 +70,13 @@ def large_survey() -> dict[str, Any]:
         "idle": np.linspace(0, 3600, len(parents), dtype="<f4").tobytes(),
         **{name: np.asarray(values, dtype="<i4").tobytes() for name, values in columns.items()},
     }
+
+
+def durations(*seconds: float) -> dict[str, Any]:
+    times = Durations()
+    for value in seconds:
+        times.observe(value)
+    return times.snapshot()
 
 
 @dataclass
@@ -136,6 +144,8 @@ class FakeScheduler:
             "cuda_graphs": False,
             "kv_kinds": ["fp8", "tq3"],
             "max_stale_tokens": 2 * MAX_TOTAL_TOKENS,
+            "start_seconds": 2.5,
+            "load_seconds": 1.5,
         }
 
     def load(self) -> dict[str, int]:
@@ -172,6 +182,7 @@ class FakeScheduler:
                     "retiered_pages": {"fp8->tq3": 4},
                 },
                 "copied_tokens": 8,
+                "evictions": durations(0.004, 0.3, 20.0),
             },
             "statistics": {
                 "preemptions": 0,
@@ -183,7 +194,10 @@ class FakeScheduler:
                 "last_gen_throughput": 12.5,
                 "kv_read_bytes": 1000,
                 "kv_read_bytes_per_request": 3000,
+                "passes": {"prefill_none": 2, "decode_cuda_graph": 5},
             },
+            "grammars": {"followed": 4, "found": 3, "compilations": durations()},
+            "num_compiling_reqs": 1,
             "routes": [{"operation": "decode", "route": "torch", "reason": "", "count": 9}],
             "aborted": self.aborted,
             "requests": self.requests[-8:],

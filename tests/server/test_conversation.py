@@ -84,7 +84,12 @@ def test_one_call_at_most(renderer: ChatRenderer) -> None:
     call = '<tool_call>{"name": "weather", "arguments": {}}</tool_call>'
     one = renderer.render(Conversation([USER], tools, ToolChoice("auto"), parallel=False))
     assert parse_whole(one.make_parser(), call + call).calls == [ToolCall("weather", "{}")]
+    assert one.guide(SamplingParams()).until_calls == one.answer
+    forced = renderer.render(Conversation([USER], tools, ToolChoice("required"), parallel=False))
+    # There the grammar ends with the first call.
+    assert forced.guide(SamplingParams()).until_calls is None
     several = renderer.render(Conversation([USER], tools, ToolChoice("auto")))
+    assert several.guide(SamplingParams()).until_calls is None
     assert len(parse_whole(several.make_parser(), call + call).calls) == 2
 
 
@@ -102,6 +107,50 @@ def test_grammar_only_where_it_is_asked_for(renderer: ChatRenderer) -> None:
     assert kind(strict, ToolChoice("auto")) == "triggered_tags"
     assert kind(tools, ToolChoice("required")) == "tags_with_separator"
     assert kind(strict, ToolChoice("none")) is None
+    other = {"type": "function", "function": {"name": "time"}}
+    both = openai_tools([WEATHER, other])
+    for allowed, expected in (({"time"}, "triggered_tags"), ({"time", "weather"}, None)):
+        assert kind(both, ToolChoice("auto", allowed=frozenset(allowed))) == expected
+
+
+ONE_CALL = (
+    "{% for m in messages %}{% if m.tool_calls %}{% if m.tool_calls | length > 1 %}"
+    "{{ raise_exception('one call only') }}{% endif %}"
+    "[{{ m.tool_calls[0].function.name }}{{ m.tool_calls[0].function.arguments | tojson }}]"
+    "{% else %}{{ m.role }}: {{ m.content }}{% endif %}; {% endfor %}"
+    "{% if tools %}<tool_call>{% endif %}"
+)
+
+
+def test_several_calls_in_a_turn_that_the_template_refuses(model_dir: Path) -> None:
+    """As the templates of Llama 3: each call gets a turn, with its own result behind it."""
+    tokenizer = Tokenizer.load(model_dir, ONE_CALL)
+    renderer = ChatRenderer(tokenizer)
+
+    def call(number: int) -> dict[str, Any]:
+        function = {"name": "weather", "arguments": f'{{"n": {number}}}'}
+        return {"id": f"call_{number}", "type": "function", "function": function}
+
+    def result(number: int) -> dict[str, Any]:
+        return {"role": "tool", "tool_call_id": f"call_{number}", "content": f"r{number}"}
+
+    def prompt(*messages: dict[str, Any]) -> str:
+        chat = Conversation(check_messages([USER, *messages]))
+        return prompt_of(renderer, tokenizer, chat).partition("user: Hi; ")[2]
+
+    several = {"role": "assistant", "content": None, "tool_calls": [call(1), call(2), call(3)]}
+    shuffled = [result(3), result(1), result(2)]
+    bye = {"role": "user", "content": "Bye"}
+    assert prompt(several, *shuffled, bye) == (
+        '[weather{"n": 1}]; tool: r1; [weather{"n": 2}]; tool: r2; [weather{"n": 3}]; tool: r3; '
+        "user: Bye; "
+    )
+    # What belongs to no call stays, behind the last one.
+    lost = {"role": "tool", "content": "lost"}
+    assert prompt(several, result(2), lost) == (
+        '[weather{"n": 1}]; [weather{"n": 2}]; tool: r2; [weather{"n": 3}]; tool: lost; '
+    )
+    assert prompt({**several, "tool_calls": [call(1)]}) == '[weather{"n": 1}]; '
 
 
 def test_unknown_tool_format_is_told(model_dir: Path) -> None:

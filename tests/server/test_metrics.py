@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 from prometheus_client.parser import text_string_to_metric_families
 from server_kit import RunningServer
 
@@ -38,8 +39,14 @@ PUBLIC_NAMES = (
     *("sglang:num_aborted_requests_total", "sglang:max_total_num_tokens"),
     *("sglang:kv_available_tokens", "sglang:kv_evictable_tokens", "sglang:kv_used_tokens"),
     *("sglang:realtime_tokens_total", "sglang:num_retracted_requests_total"),
+    *("sglang:num_so_requests_total", "sglang:num_grammar_queue_reqs", "sglang:num_grammar_total"),
+    *("sglang:num_grammar_cache_hit_total", "sglang:engine_startup_time"),
+    *("sglang:engine_load_weights_time", "sglang:num_retractions_bucket"),
+    *("sglang:cuda_graph_passes_total", "sglang:eviction_duration_seconds_bucket"),
+    *("sglang:cache_config_info", "sglang:per_stage_req_latency_seconds_count"),
 )
 
+BUCKETS = ("0.002", "0.005", "0.2", "0.5", "10.0", "+Inf")
 Values = dict[str, dict[frozenset[tuple[str, str]], float]]
 
 
@@ -91,6 +98,21 @@ def test_values_of_the_scheduler(fake: RunningServer) -> None:
     assert value(values, "sglang:token_usage", **RANK) == 0.25
     assert value(values, "sglang:evicted_tokens_total", **RANK) == 96
     assert value(values, "sglang:realtime_tokens_total", **RANK, mode="prefill_compute") == 3
+    assert value(values, "sglang:num_grammar_queue_reqs", **RANK) == 1
+    assert value(values, "sglang:num_grammar_total", **RANK) == 4
+    assert value(values, "sglang:num_grammar_cache_hit_total", **RANK) == 3
+    assert value(values, "sglang:engine_startup_time", **RANK) == 2.5
+    assert value(values, "sglang:engine_load_weights_time", **RANK) == 1.5
+    assert value(values, "sglang:cuda_graph_passes_total", **RANK, mode="decode_cuda_graph") == 5
+    pages = str(400 // 16)
+    assert value(values, "sglang:cache_config_info", page_size="16", num_pages=pages) == 1
+    evictions = "sglang:eviction_duration_seconds"
+    counts = {le: value(values, evictions + "_bucket", **RANK, le=le) for le in BUCKETS}
+    assert counts == {"0.002": 0, "0.005": 1, "0.2": 1, "0.5": 2, "10.0": 2, "+Inf": 3}
+    assert value(values, evictions + "_count", **RANK) == 3
+    assert value(values, evictions + "_sum", **RANK) == pytest.approx(20.304)
+    # Nothing was compiled.
+    assert "sglang:grammar_compilation_time_seconds_count" not in values
     assert value(values, "minima:kv_bytes", kind="fp8", state="used") == 300
     assert value(values, "minima:tier_bytes", tier="stale") == 100
     assert value(values, "minima:evictable_pages") == 2
@@ -106,12 +128,72 @@ def test_values_of_the_scheduler(fake: RunningServer) -> None:
     assert value(values, "minima:route_uses_total", **route) == 9
 
 
+def test_http_requests_are_counted_by_route(fake: RunningServer) -> None:
+    fake.get("/metrics")
+    before = scrape(fake)
+    fake.generate({"text": "abc", "sampling_params": {"max_new_tokens": 1}})
+    fake.generate({"text": 5})
+    fake.get("/v1/models/fake-model")
+    fake.get("/v1/models/other")
+    for path in ("/nowhere", "/nowhere/else", "/generate"):
+        requests.request("PURGE" if "gen" in path else "GET", fake.url + path, timeout=60)
+    after = scrape(fake)
+
+    def grown(name: str, **labels: str) -> float:
+        key = frozenset(labels.items())
+        return after[name][key] - before.get(name, {}).get(key, 0)
+
+    generate = {"endpoint": "/generate", "method": "POST"}
+    model = {"endpoint": "/v1/models/{name:path}", "method": "GET"}
+    unknown = {"endpoint": "unknown", "method": "GET"}
+    responses = "sglang:http_responses_total"
+    assert grown("sglang:http_requests_total", **generate) == 2
+    assert grown(responses, **generate, status_code="200") == 1
+    assert grown(responses, **generate, status_code="400") == 1
+    assert grown(responses, **model, status_code="200") == 1
+    assert grown(responses, **model, status_code="404") == 1
+    assert grown(responses, **unknown, status_code="404") == 2
+    odd = {"endpoint": "/generate", "method": "unknown"}
+    assert grown("sglang:http_requests_total", **odd) == 1
+    active = after["sglang:http_requests_active"]
+    assert active[frozenset(generate.items())] == 0
+    assert active[frozenset({"endpoint": "/metrics", "method": "GET"}.items())] == 1
+
+
+def test_grammars_and_stages_are_timed(tiny: RunningServer) -> None:
+    pytest.importorskip("xgrammar", reason="structured output is not installed")
+    stage = {"stage": "prefill_forward"}
+    before = scrape(tiny)
+    for _ in range(2):
+        sampling = {"regex": "[ab]{3}metric", "max_new_tokens": 16}
+        assert tiny.generate({"text": "metrics", "sampling_params": sampling}).ok
+    after = scrape(tiny)
+
+    def grown(name: str, **labels: str) -> float:
+        key = frozenset(labels.items())
+        return after[name][key] - before.get(name, {}).get(key, 0)
+
+    label = {
+        "model_name": next(iter(dict(key)["model_name"] for key in after["minima:arena_bytes"]))
+    }
+    assert grown("sglang:num_so_requests_total", **label) == 2
+    assert grown("sglang:num_retractions_count", **label) == 2
+    ranked = label | RANK
+    assert grown("sglang:num_grammar_total", **ranked) == 2
+    assert grown("sglang:num_grammar_cache_hit_total", **ranked) == 1
+    assert grown("sglang:grammar_compilation_time_seconds_count", **ranked) == 1
+    assert grown("sglang:per_stage_req_latency_seconds_count", **ranked, **stage) == 2
+    assert 0 < grown("sglang:per_stage_req_latency_seconds_sum", **ranked, **stage) < 60
+    assert after["sglang:engine_startup_time"][frozenset(ranked.items())] > 0
+
+
 def test_no_family_without_samples(tiny: RunningServer) -> None:
     """sglang-router joins no scrapes where one worker names a family that it has no sample of."""
     info = tiny.get("/server_info").json()["internal_states"][0]
     info["cache"]["counters"]["retiered_pages"] = {}
     info["statistics"]["cached_tokens_by_kind"] = {}
     info["routes"] = []
+    info["statistics"]["passes"] = {}
     families = list(text_string_to_metric_families(ServerMetrics("m").render(info).decode()))
     assert len(families) > 30
     assert [family.name for family in families if not family.samples] == []

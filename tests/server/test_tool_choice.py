@@ -182,6 +182,21 @@ def test_messages_with_forced_tools(server: RunningServer) -> None:
     assert reply.usage.input_tokens < reply.usage.cache_read_input_tokens
 
 
+def test_json_comes_to_an_end(client: openai.OpenAI) -> None:
+    """White space is bounded: even a small model closes its object."""
+    properties = {"name": {"type": "string"}, "age": {"type": "integer"}}
+    schema = {"type": "object", "properties": properties, "required": ["name", "age"]}
+    reply = client.chat.completions.create(
+        model="any",
+        messages=[{"role": "user", "content": "A person as JSON."}],
+        response_format={"type": "json_schema", "json_schema": {"name": "p", "schema": schema}},
+        max_tokens=160,
+        temperature=0,
+    )
+    assert reply.choices[0].finish_reason == "stop"
+    assert set(json.loads(reply.choices[0].message.content or "")) == {"name", "age"}
+
+
 def test_structured_output_of_messages(server: RunningServer) -> None:
     body = {
         "max_tokens": 64,

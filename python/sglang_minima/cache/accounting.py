@@ -83,4 +83,5 @@ def report(cache: PrefixCache) -> dict[str, Any]:
         "retier_seconds": cache.controller.seconds,
         "counters": _counters(cache.lifecycle.counters),
         "copied_tokens": cache.copied_tokens,
+        "evictions": cache.evictions.snapshot(),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,6 +20,7 @@ from minima_radix import (
 )
 from sglang_minima.cache.arena import KVArena
 from sglang_minima.cache.controller import TierController
+from sglang_minima.durations import Durations
 from sglang_minima.scheduler.request import Request
 from sglang_minima.server_args import ServerArgs
 
@@ -54,6 +56,8 @@ class PrefixCache:
         self.controller = TierController(self.lifecycle, arena)
         self.deterministic = args.deterministic_cache
         self.copied_tokens = 0
+        self.evictions = Durations()
+        """Of taking pages, where others had to be evicted for them."""
         self.kind_bytes: npt.NDArray[np.int64] = np.array(
             [kind.bytes_per_page(geometry) for kind in profile.kinds]
         )
@@ -166,7 +170,7 @@ class PrefixCache:
             -(-(request.written + num_tokens) // self.page_size) - len(table.pages)
         )
         try:
-            self.lifecycle.reserve(request.holder, ahead + num_tokens)
+            self._obtain(request, ahead + num_tokens)
         except OutOfPages as error:
             kind = error.compactable_kind
             if kind is None or not self.controller.compact(kind):
@@ -243,6 +247,15 @@ class PrefixCache:
                 pages += per_slab * min(-(-(missing - pages) // gain), full, pool.free_slabs)
             if not self.controller.compress_left(pages):
                 return
+
+    def _obtain(self, request: Request, num_tokens: int) -> None:
+        """Takes pages for the request; what has to be evicted for them is timed."""
+        evicted, started = self.lifecycle.counters.evicted_pages, time.perf_counter()
+        try:
+            self.lifecycle.reserve(request.holder, num_tokens)
+        finally:
+            if self.lifecycle.counters.evicted_pages > evicted:
+                self.evictions.observe(time.perf_counter() - started)
 
     def _settle(self, request: Request) -> bool:
         """Gives the sealed pages the formats of their positions; False when there is no room."""

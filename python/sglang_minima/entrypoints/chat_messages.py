@@ -135,5 +135,29 @@ def spell_out_tools(
     return spelled
 
 
+def one_call_a_turn(messages: Sequence[Message]) -> list[Message]:
+    """Messages in which an assistant's turn has one call at most, and its result follows it: for
+    templates that refuse several calls in a turn."""
+    split: list[Message] = []
+    rest = list(messages)
+    while rest:
+        message = rest.pop(0)
+        calls = message.get("tool_calls", [])
+        if len(calls) < 2:
+            split.append(message)
+            continue
+        results = []
+        while rest and rest[0]["role"] == "tool":
+            results.append(rest.pop(0))
+        for index, call in enumerate(calls):
+            content = "" if index else message["content"]
+            split.append({**message, "content": content, "tool_calls": [call]})
+            last = index == len(calls) - 1
+            own = [r for r in results if last or r.get("tool_call_id") == call.get("id")]
+            results = [result for result in results if result not in own]
+            split += own
+    return split
+
+
 def _plain(content: str | list[dict[str, Any]]) -> str:
     return content if isinstance(content, str) else " ".join(part["text"] for part in content)

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from sglang_minima.entrypoints.chat_messages import Message, spell_out_tools
+from sglang_minima.entrypoints.chat_messages import Message, one_call_a_turn, spell_out_tools
 from sglang_minima.entrypoints.tools import NO_TOOLS, Tool, ToolChoice, check_tools
 from sglang_minima.parsers.answer import AnswerFormat
 from sglang_minima.parsers.formats import (
@@ -153,15 +153,25 @@ class ChatRenderer:
         if (tools or calls) and not self._knows_tools and self.tool_format is not None:
             messages, tools = spell_out_tools(messages, tools, self.tool_format), []
         try:
-            return self._tokenizer.apply_chat_template(
-                messages,
-                tools=[tool.spec() for tool in tools] or None,
-                add_generation_prompt=not chat.continues,
-                continue_final_message=chat.continues,
-                **chat.template_arguments,
-            )
+            return self._apply_template(chat, messages, tools)
+        except (ValueError, TypeError) as error:
+            if all(len(message.get("tool_calls", ())) < 2 for message in messages):
+                raise InvalidRequest(f"the chat template refused the messages: {error}") from None
+        try:
+            return self._apply_template(chat, one_call_a_turn(messages), tools)
         except (ValueError, TypeError) as error:
             raise InvalidRequest(f"the chat template refused the messages: {error}") from None
+
+    def _apply_template(
+        self, chat: Conversation, messages: list[Message], tools: list[Tool]
+    ) -> list[int]:
+        return self._tokenizer.apply_chat_template(
+            messages,
+            tools=[tool.spec() for tool in tools] or None,
+            add_generation_prompt=not chat.continues,
+            continue_final_message=chat.continues,
+            **chat.template_arguments,
+        )
 
     def _grammar(
         self, chat: Conversation, tools: list[Tool], callable_tools: list[Tool]

@@ -22,6 +22,7 @@ from sglang_minima.entrypoints.auth import KeyAuth
 from sglang_minima.entrypoints.chat_api import add_chat_route
 from sglang_minima.entrypoints.conversation import ChatRenderer
 from sglang_minima.entrypoints.errors import HttpError, json_response, openai_error
+from sglang_minima.entrypoints.http_metrics import CountRequests
 from sglang_minima.entrypoints.info_api import ServerStatus, add_info_routes, probe
 from sglang_minima.entrypoints.metrics import ServerMetrics
 from sglang_minima.entrypoints.native_api import add_native_routes
@@ -138,6 +139,8 @@ class HttpServer:
         app.add_exception_handler(Exception, _unexpected)
         if self._args.api_key is not None:
             app.add_middleware(KeyAuth, api_key=self._args.api_key)
+        # Added last, it comes first: what the key refuses counts too.
+        app.add_middleware(CountRequests, metrics=self._metrics.http)
         return app
 
     @asynccontextmanager

@@ -9,7 +9,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from sglang_minima.entrypoints.scheduler_metrics import SchedulerCollector
+from sglang_minima.entrypoints.http_metrics import HttpMetrics
+from sglang_minima.entrypoints.scheduler_metrics import RANK, SchedulerCollector
 from sglang_minima.tokenization.state import RequestState
 
 _SECONDS = (
@@ -31,10 +32,15 @@ class ServerMetrics:
         self._registry = CollectorRegistry()
         self._scheduler = SchedulerCollector(model_name)
         self._registry.register(self._scheduler)
+        self.http = HttpMetrics()
+        self._registry.register(self.http)
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests")
         self._generation_tokens = self._counter("generation_tokens", "Generated tokens")
         self._requests = self._counter("num_requests", "Finished requests")
         self._aborted = self._counter("num_aborted_requests", "Aborted requests")
+        self._constrained = self._counter(
+            "num_so_requests", "Finished requests whose output had to follow a grammar"
+        )
         cached = Counter(
             "sglang:cached_tokens",
             "Prompt tokens of finished requests that were found in the prefix cache",
@@ -55,6 +61,17 @@ class ServerMetrics:
         )
         self._queue_time = self._histogram(
             "queue_time_seconds", "Arrival at the scheduler to admission", _SECONDS
+        )
+        stages = Histogram(
+            "sglang:per_stage_req_latency_seconds",
+            "prefill_forward: admission to first token",
+            ["model_name", *RANK, "stage"],
+            registry=self._registry,
+            buckets=_SECONDS,
+        )
+        self._prefill = stages.labels(**self._label, **RANK, stage="prefill_forward")
+        self._retractions = self._histogram(
+            "num_retractions", "Preemptions a request", (*range(11), 20, 50, 100)
         )
         self._prompt_sizes = self._histogram(
             "prompt_tokens_histogram", "Prompt tokens a request", _TOKENS
@@ -90,6 +107,11 @@ class ServerMetrics:
         self._latency.observe(state.latency)
         if state.queue_seconds is not None:
             self._queue_time.observe(state.queue_seconds)
+        if state.prefill_seconds is not None:
+            self._prefill.observe(state.prefill_seconds)
+        if state.request.sampling.grammar is not None:
+            self._constrained.inc()
+        self._retractions.observe(state.preemptions)
         self._prompt_sizes.observe(state.prompt_tokens)
         self._uncached_sizes.observe(state.prompt_tokens - state.cached_tokens)
         self._generation_sizes.observe(state.completion_tokens)

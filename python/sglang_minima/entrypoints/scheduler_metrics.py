@@ -7,16 +7,21 @@ page kinds, shared reads, routes) is under `minima:`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate
 from typing import Any
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 Info = dict[str, Any]
 Samples = dict[tuple[str, ...], float]
 
-_RANK = {"engine_type": "unified", "tp_rank": "0", "pp_rank": "0"}
+RANK = {"engine_type": "unified", "tp_rank": "0", "pp_rank": "0"}
 """Labels by which dashboards of SGLang may filter; one scheduler serves all here."""
 
 _SGLANG_GAUGES: dict[str, tuple[str, Callable[[Info], float]]] = {
@@ -65,6 +70,18 @@ _SGLANG_GAUGES: dict[str, tuple[str, Callable[[Info], float]]] = {
             (info["cache"]["pages_used"] - info["cache"]["pages_evictable"]) * info["page_size"]
         ),
     ),
+    "num_grammar_queue_reqs": (
+        "Sequences that wait for their grammar to be compiled",
+        lambda info: info["num_compiling_reqs"],
+    ),
+    "engine_startup_time": (
+        "Seconds that the scheduler took to start",
+        lambda info: info["start_seconds"],
+    ),
+    "engine_load_weights_time": (
+        "Seconds of them for the weights",
+        lambda info: info["load_seconds"],
+    ),
     "is_cuda_graph": (
         "Whether decoding replays CUDA graphs",
         lambda info: float(info["cuda_graphs"]),
@@ -107,6 +124,21 @@ _SGLANG_COUNTERS: dict[str, tuple[str, tuple[str, ...], Callable[[Info], Samples
         (),
         lambda info: {(): info["statistics"]["preemptions"]},
     ),
+    "num_grammar": (
+        "Sequences that follow a grammar",
+        (),
+        lambda info: {(): info["grammars"]["followed"]},
+    ),
+    "num_grammar_cache_hit": (
+        "Those of them for which nothing had to be compiled",
+        (),
+        lambda info: {(): info["grammars"]["found"]},
+    ),
+    "cuda_graph_passes": (
+        "Batches: with parts of prompts or without, by a CUDA graph or by none",
+        ("mode",),
+        lambda info: {(mode,): count for mode, count in info["statistics"]["passes"].items()},
+    ),
     "realtime_tokens": (
         "Tokens by what was done for them, counted as it is done",
         ("mode",),
@@ -115,6 +147,17 @@ _SGLANG_COUNTERS: dict[str, tuple[str, tuple[str, ...], Callable[[Info], Samples
             ("prefill_cache",): info["statistics"]["cached_tokens"],
             ("decode",): info["statistics"]["generated_tokens"],
         },
+    ),
+}
+
+_SGLANG_HISTOGRAMS: dict[str, tuple[str, Callable[[Info], Info]]] = {
+    "eviction_duration_seconds": (
+        "Time in which requests got pages, where others had to be evicted for them",
+        lambda info: info["cache"]["evictions"],
+    ),
+    "grammar_compilation_time_seconds": (
+        "Time in which a grammar was compiled",
+        lambda info: info["grammars"]["compilations"],
     ),
 }
 
@@ -223,13 +266,24 @@ class SchedulerCollector(Collector):
         yield from (family for family in self._families(info) if family.samples)
 
     def _families(self, info: Info) -> Iterator[Metric]:
-        shared = {**self._model, **_RANK}
+        shared = {**self._model, **RANK}
         for name, (text, value) in _SGLANG_GAUGES.items():
             yield _family(GaugeMetricFamily, f"sglang:{name}", text, shared, (), {(): value(info)})
         for name, (text, labels, samples) in _SGLANG_COUNTERS.items():
             yield _family(
                 CounterMetricFamily, f"sglang:{name}", text, shared, labels, samples(info)
             )
+        for name, (text, durations) in _SGLANG_HISTOGRAMS.items():
+            yield _histogram(f"sglang:{name}", text, shared, durations(info))
+        shape = {"page_size": str(info["page_size"]), "num_pages": str(_capacity_pages(info))}
+        yield _family(
+            GaugeMetricFamily,
+            "sglang:cache_config_info",
+            "Shape of the KV arena: its pages if all were Recent",
+            self._model,
+            tuple(shape),
+            {tuple(shape.values()): 1},
+        )
         for name, (text, value) in _MINIMA_GAUGES.items():
             yield _family(
                 GaugeMetricFamily, f"minima:{name}", text, self._model, (), {(): value(info)}
@@ -252,6 +306,21 @@ class SchedulerCollector(Collector):
     def describe(self) -> Iterable[Metric]:
         """Nothing: the families depend on the answer."""
         return ()
+
+
+def _capacity_pages(info: Info) -> int:
+    return int(info["max_total_num_tokens"]) // int(info["page_size"])
+
+
+def _histogram(name: str, text: str, shared: dict[str, str], durations: Info) -> Metric:
+    """A family from a snapshot of `Durations`; without samples as long as nothing was timed."""
+    family = HistogramMetricFamily(name, text, labels=list(shared))
+    totals = list(accumulate(durations["counts"]))
+    if totals[-1]:
+        bounds = [*map(str, durations["bounds"]), "+Inf"]
+        buckets = list(zip(bounds, totals, strict=True))
+        family.add_metric(list(shared.values()), buckets, durations["sum"])
+    return family
 
 
 def _family(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from sglang_minima.durations import Durations
 from sglang_minima.grammar.spec import Grammar
 from sglang_minima.tokenization.tokenizer import Tokenizer
 
@@ -47,6 +49,11 @@ class GrammarLoader:
         self._loading: dict[Grammar, Future[CompiledGrammar]] = {}
         self._thread = ThreadPoolExecutor(1, "grammar", initializer=_give_way)
         self._compiler: GrammarCompiler | None = None
+        self.followed = 0
+        """Sequences that got a grammar."""
+        self.found = 0
+        """... for which nothing had to be compiled."""
+        self.compilations = Durations()
 
     def constraint(self, grammar: Grammar, stop_ids: frozenset[int]) -> Constraint | None:
         """A new constraint at the start of a grammar; None while the thread compiles that.
@@ -59,12 +66,23 @@ class GrammarLoader:
         Raises:
             ValueError: it cannot be compiled.
         """
+        known = grammar in self._compiled
         compiled = self._get(grammar)
         if compiled is None:
             return None
+        self.followed += 1
+        self.found += known
         from sglang_minima.grammar.constraint import Constraint
 
         return Constraint(compiled, self._eos_ids | (stop_ids & self._tokenizer.special_ids))
+
+    def snapshot(self) -> dict[str, Any]:
+        """Counters by name."""
+        return {
+            "followed": self.followed,
+            "found": self.found,
+            "compilations": self.compilations.snapshot(),
+        }
 
     def _get(self, grammar: Grammar) -> CompiledGrammar | None:
         compiled = self._compiled.get(grammar)
@@ -88,7 +106,11 @@ class GrammarLoader:
 
         if self._compiler is None:
             self._compiler = GrammarCompiler(vocabulary(self._tokenizer, self._eos_ids))
-        return self._compiler.compile(grammar)
+        started = time.perf_counter()
+        try:
+            return self._compiler.compile(grammar)
+        finally:
+            self.compilations.observe(time.perf_counter() - started)
 
     def _keep(self, grammar: Grammar, compiled: CompiledGrammar) -> None:
         """Adds an entry; the oldest ones go. Sequences that follow them keep them alive."""

@@ -106,11 +106,11 @@ class XmlCallReader:
         name, bracket, rest = body[len(marker) :].partition(">")
         if not bracket and len(name) <= MAX_NAME and "\n" not in name:
             return False
-        if not bracket or not name.strip():
+        if not bracket or not name.strip(_SPACE):
             self.outcome = Outcome.FAILED
             return False
         self.unsettled = rest
-        self._enter(marker, name.strip())
+        self._enter(marker, name.strip(_SPACE))
         return True
 
     def _enter(self, marker: str, name: str) -> None:

@@ -148,4 +148,11 @@ def _common_part(request: Request) -> TokenOutput:
         no_stop_trim=sampling.no_stop_trim,
         first_token_time=request.first_token_time,
         queue_seconds=request.queue_seconds,
+        prefill_seconds=_prefill_seconds(request),
     )
+
+
+def _prefill_seconds(request: Request) -> float | None:
+    if request.queue_seconds is None or not request.first_token_time:
+        return None
+    return request.first_token_time - request.arrival - request.queue_seconds

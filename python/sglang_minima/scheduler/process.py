@@ -56,7 +56,9 @@ class SchedulerProcess:
 
     def __init__(self, args: ServerArgs, addresses: Addresses) -> None:
         model_dir = resolve_model_path(args.model_path, args.download_model)
+        began = time.perf_counter()
         self.runner = ModelRunner(args, str(model_dir))
+        self._load_seconds = time.perf_counter() - began
         geometry = self.runner.geometry(args.page_size)
         profile = build_profile(args, geometry, self.runner.dtype)
         self.arena = KVArena.allocate(args, geometry, profile, self.runner.device)
@@ -72,10 +74,11 @@ class SchedulerProcess:
         self._args = args
         self._model_dir = str(model_dir)
         eos = tokenizer.eos_token_ids | frozenset(self.runner.config.eos_token_ids)
-        grammars = GrammarLoader(tokenizer, eos, lambda: _wake(addresses.scheduler))
+        self._grammars = GrammarLoader(tokenizer, eos, lambda: _wake(addresses.scheduler))
         self.scheduler = Scheduler(
-            args, self.runner, self.cache, tokenizer, eos, self._send_outputs, grammars
+            args, self.runner, self.cache, tokenizer, eos, self._send_outputs, self._grammars
         )
+        self._start_seconds = time.perf_counter() - began
 
     def serve(self) -> None:
         """Runs for ever; the process is ended by its parent."""
@@ -192,6 +195,8 @@ class SchedulerProcess:
             "kernels": self._kernels(),
             "cuda_graphs": self.runner.decode_memory is not None,
             "scratch_bytes": self.runner.scratch_bytes,
+            "start_seconds": self._start_seconds,
+            "load_seconds": self._load_seconds,
             "kv_profile": self.arena.profile.name,
             "kv_kinds": [kind.name for kind in self.arena.profile.kinds],
         }
@@ -225,9 +230,11 @@ class SchedulerProcess:
         return {
             **self.static_info(),
             **self.load(),
+            "num_compiling_reqs": scheduler.compiling,
             "token_usage": usage(self.cache),
             "cache": report(self.cache),
             "statistics": scheduler.statistics.snapshot(),
+            "grammars": self._grammars.snapshot(),
             "routes": [
                 {"operation": operation, "route": route, "reason": reason, "count": count}
                 for (operation, route, reason), count in ROUTES.snapshot().items()

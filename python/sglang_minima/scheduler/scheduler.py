@@ -99,6 +99,11 @@ class Scheduler:
         return len(self._waiting) + len(self._parked)
 
     @property
+    def compiling(self) -> int:
+        """Those of them that wait for their grammar."""
+        return len(self._parked)
+
+    @property
     def running_tokens(self) -> int:
         """Tokens whose KV running requests hold."""
         return sum(request.written for request in self._running)
@@ -318,7 +323,7 @@ class Scheduler:
             memory = self._runner.decode_memory
             batch = build_batch(extends, rows, cache, self._runner.device, self._cohorts, memory)
             output = self._runner.forward(batch)
-            self.statistics.ran(batch.reads, output.replayed)
+            self.statistics.ran(batch.reads, output.replayed, bool(works))
         finally:
             cache.lifecycle.end_read(lease)
         hidden = output.hidden

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from sglang_minima.cache.prefix_cache import PrefixCache
@@ -38,6 +39,8 @@ class Statistics:
         """The same, had every request of a batch read its own pages."""
         self.cuda_graph = False
         """Whether a CUDA graph ran the latest step."""
+        self.passes: Counter[str] = Counter()
+        """Batches by what was in them (a prompt, or only decode rows) and how they were run."""
         self._interval = decode_log_interval
         self._decode_steps = 0
         self._interval_started = time.perf_counter()
@@ -60,9 +63,11 @@ class Statistics:
         for kind, count in request.cached_by_tier.items():
             self.cached_by_tier[kind] = self.cached_by_tier.get(kind, 0) + count
 
-    def ran(self, reads: KvReads, cuda_graph: bool) -> None:
-        """Counts what attention read for one batch."""
+    def ran(self, reads: KvReads, cuda_graph: bool, prefill: bool) -> None:
+        """Counts one batch, and what attention read for it."""
         self.cuda_graph = cuda_graph
+        phase = "prefill" if prefill else "decode"
+        self.passes[f"{phase}_{'cuda_graph' if cuda_graph else 'none'}"] += 1
         self.kv_read_bytes += reads.shared
         self.kv_read_bytes_per_request += reads.per_request
 
@@ -149,6 +154,7 @@ class Statistics:
             "last_gen_throughput": self.gen_throughput,
             "kv_read_bytes": self.kv_read_bytes,
             "kv_read_bytes_per_request": self.kv_read_bytes_per_request,
+            "passes": dict(self.passes),
         }
 
 

@@ -55,6 +55,8 @@ class RequestState:
         self.preemptions = 0
         self.queue_seconds: float | None = None
         """Time the sequence waited in the scheduler before its first admission."""
+        self.prefill_seconds: float | None = None
+        """Time from there to its first token."""
         self.input_logprobs = TokenLogProbs()
         self.output_logprobs = TokenLogProbs()
         self.created = time.monotonic()
@@ -83,6 +85,7 @@ class RequestState:
         self.cached_by_tier = output.cached_by_tier
         self.preemptions = output.preemptions
         self.queue_seconds = output.queue_seconds
+        self.prefill_seconds = output.prefill_seconds
         if output.input_logprobs is not None:
             self.input_logprobs.add(output.input_logprobs, self._decode_each)
         if output.output_logprobs is not None:
