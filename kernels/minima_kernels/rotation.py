@@ -45,7 +45,7 @@ class Rotation:
         device: torch.device | str = "cpu",
         signs: Sequence[int] | None = None,
     ) -> None:
-        self._block = block = head_dim & -head_dim
+        self.block = block = head_dim & -head_dim
         matrix = torch.block_diag(*[hadamard(block)] * (head_dim // block))
         if signs is not None:
             if len(signs) != head_dim or any(sign not in (-1, 1) for sign in signs):
@@ -57,17 +57,20 @@ class Rotation:
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Rotate the last axis of ``x [..., D]``."""
         x = x.to(self.matrix.dtype)
-        return self._transform(x) if self._is_native else x @ self.matrix
+        return self._transform(x) if self.is_native else x @ self.matrix
 
     def inverse(self, x: torch.Tensor) -> torch.Tensor:
         """Undo ``forward``."""
         x = x.to(self.matrix.dtype)
         # Without signs the matrix is symmetric.
-        return self._transform(x) if self._is_native else x @ self.matrix.T
+        return self._transform(x) if self.is_native else x @ self.matrix.T
 
     @property
-    def _is_native(self) -> bool:
-        """torch spreads even the product of a few rows over threads, and waits for them to wake."""
+    def is_native(self) -> bool:
+        """Whether the native kernels rotate.
+
+        torch spreads even the product of a few rows over threads, and waits for them to wake.
+        """
         matrix = self.matrix
         is_plain = matrix.is_cpu and matrix.dtype == torch.float32 and self.signs is None
         return is_plain and native_library() is not None
@@ -84,6 +87,6 @@ class Rotation:
         out = torch.empty_like(x)
         rows = x.numel() // dim
         native.minima_hadamard(
-            x.data_ptr(), out.data_ptr(), rows, dim, self._block, torch.get_num_threads()
+            x.data_ptr(), out.data_ptr(), rows, dim, self.block, torch.get_num_threads()
         )
         return out

@@ -35,6 +35,7 @@ class NativeDecode(NamedTuple):
     num_rows: int
     num_partials: int
     layers: tuple[ctypes.Array[abi.Format], ...]
+    kinds: tuple[PageKind, ...]
     geometry: KVGeometry
 
 
@@ -85,7 +86,9 @@ def flatten_decode(
         num_partials=len(readers),
         **{name: array.__array_interface__["data"][0] for name, array in arrays.items()},
     )
-    return NativeDecode(plan, tuple(arrays.values()), num_rows, len(readers), layers, geometry)
+    return NativeDecode(
+        plan, tuple(arrays.values()), num_rows, len(readers), layers, kinds, geometry
+    )
 
 
 def run_native_decode(

@@ -55,6 +55,15 @@ def layer_formats(
 
 
 @cache
+def layer_pointers(
+    kinds: tuple[PageKind, ...], geometry: KVGeometry
+) -> ctypes.Array[ctypes.c_void_p]:
+    """The addresses of `layer_formats`, as an array."""
+    layers = layer_formats(kinds, geometry)
+    return (ctypes.c_void_p * len(layers))(*map(ctypes.addressof, layers))
+
+
+@cache
 def page_formats(kind: PageKind, geometry: KVGeometry) -> ctypes.Array[abi.Format]:
     """The shares of all layers of a page."""
     described = (abi.Format * len(kind.formats))()

@@ -151,6 +151,13 @@ def _declare(native: ctypes.CDLL) -> None:
     native.minima_rotate.restype = None
     native.minima_hadamard.argtypes = [*[pointer] * 2, *[ctypes.c_int64] * 3, integer]
     native.minima_hadamard.restype = None
+    native.minima_decode_layers.argtypes = [
+        pointer,  # layers
+        ctypes.c_int64,
+        *[pointer] * 2,  # step, x
+        integer,
+    ]
+    native.minima_decode_layers.restype = None
 
 
 @cache

@@ -176,7 +176,7 @@ class BlockMatrix:
             self.panels.data_ptr(),
             None if self.bias is None else self.bias.data_ptr(),
         )
-        self._address = ctypes.addressof(self._native)
+        self.address = ctypes.addressof(self._native)
 
     def multiply(
         self,
@@ -209,7 +209,7 @@ class BlockMatrix:
                 raise ValueError(f"the residual must be float32 {list(out.shape)}")
             residual = residual.contiguous()
         native.minima_linear(
-            self._address,
+            self.address,
             prepared.address,
             x.data_ptr(),
             None if residual is None else residual.data_ptr(),
@@ -230,7 +230,7 @@ class BlockMatrix:
         index = index.to(torch.int64).contiguous()
         out = torch.empty(len(index), self.inputs)
         if not native.minima_matrix_rows(
-            self._address, index.data_ptr(), len(index), out.data_ptr()
+            self.address, index.data_ptr(), len(index), out.data_ptr()
         ):
             raise IndexError(f"a row is out of range of the {self.outputs} there are")
         return out

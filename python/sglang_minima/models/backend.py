@@ -7,6 +7,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from minima_kernels.cpu.stack import DecodeStep
+
 
 class AttentionBackend(Protocol):
     """Stores the keys and values of a batch and attends over them; one call per layer and step."""
@@ -39,3 +41,12 @@ class RopeBackend(ABC):
             q, k, v: possibly views with strided rows; heads and channels are contiguous.
             cos, sin: as `layers.rotate` takes them.
         """
+
+
+class StepBackend(ABC):
+    """A backend whose work native layers can do themselves."""
+
+    @abstractmethod
+    def decode_step(self) -> DecodeStep | None:
+        """What takes the place of the calls of `attend` for the batch at hand; None where there
+        is no other way than these."""

@@ -30,6 +30,17 @@ class DecoderLayer(nn.Module):
         return x
 
 
+class Layers(nn.ModuleList):
+    """The layers of a decoder, run one after another."""
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, backend: AttentionBackend | RopeBackend
+    ) -> Tensor:
+        for layer in self:
+            x = layer(x, cos, sin, backend)
+        return x
+
+
 class Decoder(nn.Module):
     """Embedding, layers and final norm: the `model.` part of a checkpoint."""
 
@@ -37,7 +48,7 @@ class Decoder(nn.Module):
         super().__init__()
         # A Linear holds [vocab, hidden], which serves both the lookup and a tied output head.
         self.embed_tokens = Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.layers = nn.ModuleList(DecoderLayer(config, attention) for attention in attentions)
+        self.layers = Layers(DecoderLayer(config, attention) for attention in attentions)
         self.norm = RMSNorm(config.hidden_size, config.rms_eps)
 
 
@@ -79,9 +90,7 @@ class CausalLM(nn.Module, ABC):
         """
         x = self.model.embed_tokens.rows(input_ids, self.model.norm.weight.dtype)
         cos, sin = self.rotary(positions)
-        for layer in self.model.layers:
-            x = layer(x, cos, sin, attention)
-        hidden: Tensor = self.model.norm(x)
+        hidden: Tensor = self.model.norm(self.model.layers(x, cos, sin, attention))
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -10,13 +10,15 @@ import torch
 
 from minima_kernels import Rotation, append_tokens
 from minima_kernels.attention import run_decode, run_extend
+from minima_kernels.cpu.route import reason_now
+from minima_kernels.cpu.stack import DecodeStep
 from minima_kernels.cuda.append import CudaAppend
 from sglang_minima.cache.arena import KVArena
-from sglang_minima.models.backend import RopeBackend
+from sglang_minima.models.backend import RopeBackend, StepBackend
 from sglang_minima.runner.batch import ForwardBatch
 
 
-class PagedAttention:
+class PagedAttention(StepBackend):
     """The `AttentionBackend` that the models call, bound to one batch at a time."""
 
     def __init__(self, arena: KVArena, rotation: Rotation) -> None:
@@ -28,6 +30,25 @@ class PagedAttention:
     def bind(self, batch: ForwardBatch) -> None:
         """Sets the batch that the following `attend` calls belong to."""
         self._batch = batch
+
+    def decode_step(self) -> DecodeStep | None:
+        """`StepBackend.decode_step`: for batches of nothing but decodes over native pages."""
+        batch = self._batch
+        assert batch is not None, "attend before bind"
+        plan = batch.decode_plan
+        if plan is None or batch.extend_plan is not None or not self._rotation.is_native:
+            return None
+        if reason_now(plan.fallback_reason) is not None:
+            return None
+        return DecodeStep(
+            plan.native,
+            self._arena.profile.recent,
+            self._arena.buffer,
+            batch.page_bytes,
+            batch.slots,
+            self._rotation.block,
+            self._scale,
+        )
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Stores k and v, attends with q.

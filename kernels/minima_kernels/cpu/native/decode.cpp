@@ -3,6 +3,7 @@
 #include <cstring>
 #include <vector>
 
+#include "decode.h"
 #include "exports.h"
 #include "pool.h"
 #include "workspace.h"
@@ -12,6 +13,9 @@ namespace {
 
 constexpr float kLog2E = 1.44269504088896341f;
 constexpr float kLn2 = 0.693147180559945309f;
+
+// Tokens read per head that pay for waking a thread: some 100 us of work.
+constexpr int64_t kSleepingReads = 1 << 13;
 
 // Rows of an item are taken in blocks, so that a thread's buffers stay within the second-level
 // cache however many requests share a segment.
@@ -107,6 +111,26 @@ struct Decode {
 };
 
 }  // namespace
+
+void decode(const MinimaDecodePlan& plan, const MinimaGeometry& geometry,
+            const MinimaFormat* formats, const float* q, const uint8_t* arena, float scale,
+            float* partials, float* out, float* lse, float* page_sums, int threads,
+            int64_t thread_reads) {
+  const Level& level = current_level();
+  const int heads = geometry.kv_heads;
+  const int64_t count = plan.num_partials * heads * geometry.group;
+  const Decode decode{plan,     geometry,         formats,           q, arena, scale, page_sums,
+                      partials, partials + count, partials + 2 * count};
+  const int64_t read = plan.item_page[plan.num_items] * geometry.page_size * heads;
+  parallel_for(plan.num_items * heads, read < thread_reads ? 1 : threads, [&](int64_t index, int) {
+    decode.item(level, index / heads, static_cast<int>(index % heads));
+  });
+  // A partial costs about a token's work; small merges are not worth waking a thread.
+  const int64_t work = count * geometry.head_dim;
+  parallel_for(plan.num_rows, work < 1 << 17 ? 1 : threads,
+               [&](int64_t row, int) { decode.merge(row, out, lse); });
+}
+
 }  // namespace minima
 
 using namespace minima;
@@ -115,22 +139,10 @@ void minima_decode(const MinimaDecodePlan* plan, const MinimaGeometry* geometry,
                    const MinimaFormat* formats, const float* q, const uint8_t* arena, float scale,
                    float* partials, float* out, float* lse, float* page_mass,
                    const int64_t* entry_rows, int64_t num_entries, int threads) {
-  const Level& level = current_level();
-  const int heads = geometry->kv_heads;
-  const int64_t count = plan->num_partials * heads * geometry->group;
-  const Decode decode{*plan,     *geometry,        formats,           q, arena, scale, page_mass,
-                      partials, partials + count, partials + 2 * count};
-  // Tokens read per head that pay for waking a thread: some 100 us of work.
-  const int64_t read = plan->item_page[plan->num_items] * geometry->page_size * heads;
-  parallel_for(plan->num_items * heads, read < 1 << 13 ? 1 : threads, [&](int64_t index, int) {
-    decode.item(level, index / heads, static_cast<int>(index % heads));
-  });
-  // A partial costs about a token's work; small merges are not worth waking a thread.
-  const int64_t work = count * geometry->head_dim;
-  parallel_for(plan->num_rows, work < 1 << 17 ? 1 : threads,
-               [&](int64_t row, int) { decode.merge(row, out, lse); });
+  decode(*plan, *geometry, formats, q, arena, scale, partials, out, lse, page_mass, threads,
+         kSleepingReads);
   if (!page_mass) return;
-  const int64_t query_heads = heads * geometry->group;
+  const int64_t query_heads = geometry->kv_heads * geometry->group;
   for (int64_t entry = 0; entry < num_entries; ++entry) {
     for (int64_t head = 0; head < query_heads; ++head) {
       float& mass = page_mass[entry * query_heads + head];

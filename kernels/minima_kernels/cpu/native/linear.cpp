@@ -3,8 +3,8 @@
 
 #include <algorithm>
 #include <cstring>
-#include <memory>
 
+#include "buffer.h"
 #include "levels.h"
 #include "pool.h"
 
@@ -18,7 +18,7 @@ namespace {
 // Rounded rows that stay in the second-level cache while all panels go by.
 constexpr int64_t kTileBytes = 192 << 10;
 // Products that pay for waking up a thread.
-constexpr int64_t kThreadProducts = 2'000'000;
+constexpr int64_t kSleepingProducts = 2'000'000;
 constexpr int64_t kTasksPerThread = 4;
 
 const LinearLevel& current_linear() {
@@ -39,19 +39,6 @@ struct Panels {
         stride((code_bytes + scale_bytes * (matrix.kind == kQ4 ? 2 : 1) + 63) / 64 * 64) {}
 
   int64_t blocks, count, code_bytes, scale_bytes, stride;
-};
-
-struct Buffer {
-  uint8_t* reserve(int64_t bytes) {
-    if (bytes > capacity) {
-      memory.reset(new uint8_t[bytes + 63]);
-      capacity = bytes;
-    }
-    return memory.get() + (-reinterpret_cast<uintptr_t>(memory.get()) & 63);
-  }
-
-  std::unique_ptr<uint8_t[]> memory;
-  int64_t capacity = 0;
 };
 
 thread_local Buffer rounded_rows, prepared_row;
@@ -124,28 +111,26 @@ struct Product {
 };
 
 }  // namespace
-}  // namespace minima
 
-using namespace minima;
-
-void minima_linear(const MinimaMatrix* matrix, const MinimaInput* input, const float* x,
-                   const float* residual, int64_t rows, float* out, int threads) {
-  const Panels panels(*matrix);
-  const int64_t block_bytes = matrix->activation_bits == 8 ? sizeof(Block8) : sizeof(Block16);
+void multiply(const MinimaMatrix& matrix, const MinimaInput& input, const float* x,
+              const float* residual, int64_t rows, float* out, int threads,
+              int64_t thread_products) {
+  const Panels panels(matrix);
+  const int64_t block_bytes = matrix.activation_bits == 8 ? sizeof(Block8) : sizeof(Block16);
   const int64_t x_stride = panels.blocks * block_bytes;
-  const Product product = {*matrix,  *input,   current_linear(),
+  const Product product = {matrix,   input,    current_linear(),
                            panels,   x_stride, rounded_rows.reserve(rows * x_stride),
                            residual, out};
-  const auto share = [threads](int64_t products) {
-    return static_cast<int>(std::clamp<int64_t>(products / kThreadProducts, 1, threads));
+  const auto share = [=](int64_t products) {
+    return static_cast<int>(std::clamp<int64_t>(products / thread_products, 1, threads));
   };
   // Rounding an activation costs about as much as 64 products.
-  parallel_for(rows, share(rows * matrix->inputs * 64), [&](int64_t row, int) {
+  parallel_for(rows, share(rows * matrix.inputs * 64), [&](int64_t row, int) {
     product.round_row(x, row);
   });
   const int64_t tile = std::max<int64_t>(kTileBytes / std::max<int64_t>(x_stride, 1) / 4 * 4, 4);
   const int64_t tiles = (rows + tile - 1) / tile;
-  const int workers = share(rows * matrix->inputs * matrix->outputs);
+  const int workers = share(rows * matrix.inputs * matrix.outputs);
   const int64_t tasks =
       workers == 1 ? 1 : std::min<int64_t>(panels.count, workers * kTasksPerThread);
   parallel_for(tiles * tasks, workers, [&](int64_t index, int) {
@@ -154,6 +139,15 @@ void minima_linear(const MinimaMatrix* matrix, const MinimaInput* input, const f
     for (int64_t panel = panels.count * task / tasks; panel < stop; ++panel)
       product.multiply(panel, first, std::min(tile, rows - first));
   });
+}
+
+}  // namespace minima
+
+using namespace minima;
+
+void minima_linear(const MinimaMatrix* matrix, const MinimaInput* input, const float* x,
+                   const float* residual, int64_t rows, float* out, int threads) {
+  multiply(*matrix, *input, x, residual, rows, out, threads, kSleepingProducts);
 }
 
 int minima_matrix_rows(const MinimaMatrix* matrix, const int64_t* index, int64_t count,

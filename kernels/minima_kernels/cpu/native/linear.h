@@ -93,6 +93,11 @@ struct LinearLevel {
   void (*q8_16)(const PanelJob& job);
 };
 
+// `minima_linear` where another thread pays from `thread_products` products on.
+void multiply(const MinimaMatrix& matrix, const MinimaInput& input, const float* x,
+              const float* residual, int64_t rows, float* out, int threads,
+              int64_t thread_products);
+
 extern const LinearLevel portable_linear;
 #if defined(__x86_64__)
 extern const LinearLevel avx2_linear;

@@ -19,19 +19,21 @@ namespace {
 // on cores that others need, it looks out half as long the next time, down to nothing noticeable.
 class Lookout {
  public:
+  // False if `ready` did not become true in time.
   template <class Ready>
-  void wait(Ready ready) {
+  bool wait(Ready ready) {
     const auto end = std::chrono::steady_clock::now() + std::chrono::nanoseconds(budget_);
     do {
       for (int turn = 0; turn < 32; ++turn) {
         if (ready()) {
           budget_ = std::min<int64_t>(2 * budget_, kLongest);
-          return;
+          return true;
         }
         pause();
       }
     } while (std::chrono::steady_clock::now() < end);
     budget_ = std::max<int64_t>(budget_ / 2, kShortest);
+    return false;
   }
 
  private:
@@ -46,39 +48,39 @@ class Lookout {
   int64_t budget_ = kLongest;
 };
 
+// One word says how many workers a job still wants (upper half) and how many are at it (lower half),
+// so that workers which are awake join and leave without a lock. The lock is for those that sleep:
+// each side first says that it sleeps and then looks at the word, the other changes the word first
+// and then looks for sleepers.
 class Pool {
  public:
   void run(int64_t count, int threads, Task task, void* context) {
     std::lock_guard<std::mutex> turn(turn_);
     grow(threads - 1);
-    bool sleepers;
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      task_ = task;
-      context_ = context;
-      count_ = count;
-      next_.store(0, std::memory_order_relaxed);
-      wanted_ = threads - 1;
-      joined_ = 0;
-      generation_.fetch_add(1, std::memory_order_release);
-      sleepers = sleeping_ > 0;
+    task_ = task;
+    context_ = context;
+    count_ = count;
+    next_.store(0, std::memory_order_relaxed);
+    last_slot_ = threads - 1;
+    state_ = last_slot_ * kWanted;
+    if (sleeping_ > 0) {
+      { std::lock_guard<std::mutex> lock(mutex_); }
+      for (int i = std::min<int>(sleeping_, threads - 1); i > 0; --i) wake_.notify_one();
     }
-    if (sleepers) wake_.notify_all();
-    work(task, context, count, 0);
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      wanted_ = 0;  // a worker that has not woken up yet is no longer needed
-    }
-    lookout_.wait([this] { return active_.load(std::memory_order_acquire) == 0; });
+    work(0);
+    state_ &= kActive;  // a worker that has not woken up yet is no longer needed
+    const auto done = [this] { return state_ == 0; };
+    if (lookout_.wait(done)) return;
     std::unique_lock<std::mutex> lock(mutex_);
-    done_.wait(lock, [this] { return active_ == 0; });
+    caller_sleeps_ = true;
+    done_.wait(lock, done);
+    caller_sleeps_ = false;
   }
 
   void stop() {
     {
       std::lock_guard<std::mutex> lock(mutex_);
       stopping_ = true;
-      generation_.fetch_add(1, std::memory_order_release);
     }
     wake_.notify_all();
     for (std::thread& worker : workers_) worker.join();
@@ -86,11 +88,17 @@ class Pool {
   }
 
  private:
+  static constexpr uint64_t kWanted = uint64_t{1} << 32, kActive = kWanted - 1;
+
   void grow(int workers) {
     while (static_cast<int>(workers_.size()) < workers) workers_.emplace_back([this] { loop(); });
   }
 
-  void work(Task task, void* context, int64_t count, int slot) {
+  void work(int slot) {
+    // Nothing of a job changes while a thread is at it.
+    const Task task = task_;
+    void* const context = context_;
+    const int64_t count = count_;
     for (;;) {
       const int64_t index = next_.fetch_add(1, std::memory_order_relaxed);
       if (index >= count) return;
@@ -98,31 +106,31 @@ class Pool {
     }
   }
 
+  // The number of the worker within the job, or 0 if no job wants it.
+  int join() {
+    uint64_t state = state_;
+    while (state >= kWanted)
+      if (state_.compare_exchange_weak(state, state - kWanted + 1))
+        return last_slot_ + 1 - static_cast<int>(state / kWanted);
+    return 0;
+  }
+
   void loop() {
-    uint64_t seen = 0;
     Lookout lookout;
-    std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
-      if (generation_ == seen) {
-        lock.unlock();
-        lookout.wait([&] { return generation_.load(std::memory_order_acquire) != seen; });
-        lock.lock();
+      int slot = 0;
+      if (!lookout.wait([&] { return stopping_ || (slot = join()); })) {
+        std::unique_lock<std::mutex> lock(mutex_);
+        ++sleeping_;
+        wake_.wait(lock, [&] { return stopping_ || (slot = join()); });
+        --sleeping_;
       }
-      ++sleeping_;
-      wake_.wait(lock, [&] { return stopping_ || (generation_ != seen && wanted_ > 0); });
-      --sleeping_;
-      if (stopping_) return;
-      seen = generation_;
-      --wanted_;
-      ++active_;
-      const int slot = ++joined_;
-      const Task task = task_;
-      void* context = context_;
-      const int64_t count = count_;
-      lock.unlock();
-      work(task, context, count, slot);
-      lock.lock();
-      if (--active_ == 0) done_.notify_one();
+      if (!slot) return;
+      work(slot);
+      if (--state_ == 0 && caller_sleeps_) {
+        { std::lock_guard<std::mutex> lock(mutex_); }
+        done_.notify_one();
+      }
     }
   }
 
@@ -133,12 +141,12 @@ class Pool {
   Task task_ = nullptr;
   void* context_ = nullptr;
   int64_t count_ = 0;
+  int last_slot_ = 0;
   std::atomic<int64_t> next_{0};
-  int wanted_ = 0, joined_ = 0, sleeping_ = 0;
-  std::atomic<int> active_{0};
-  std::atomic<uint64_t> generation_{0};
+  std::atomic<uint64_t> state_{0};
+  std::atomic<int> sleeping_{0};
+  std::atomic<bool> caller_sleeps_{false}, stopping_{false};
   Lookout lookout_;
-  bool stopping_ = false;
 };
 
 alignas(Pool) unsigned char storage[sizeof(Pool)];

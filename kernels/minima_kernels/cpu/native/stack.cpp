@@ -1,0 +1,130 @@
+// The layers of a decode step, one after another. Between calls from Python the pool's threads fall
+// asleep; within one call they look out for work, so that even small products are worth sharing.
+#include "stack.h"
+
+#include <algorithm>
+#include <cmath>
+#include <iterator>
+
+#include "buffer.h"
+#include "decode.h"
+#include "hadamard.h"
+
+namespace minima {
+namespace {
+
+// What pays for a thread that is awake: some 10 us of work.
+constexpr int64_t kAwakeProducts = 100'000;
+constexpr int64_t kAwakeReads = 1 << 9;
+
+const MinimaInput plain_input = {kPlain, 0, nullptr}, gated_input = {kGated, 0, nullptr};
+
+thread_local Buffer scratch;
+
+// RMSNorm of heads one after another, in place.
+void normalise_heads(float* x, int64_t heads, int64_t dim, const float* weight, float eps) {
+  for (float* end = x + heads * dim; x < end; x += dim) {
+    float sums[8] = {};
+    for (int64_t i = 0; i < dim; ++i) sums[i % 8] += x[i] * x[i];
+    float total = 0;
+    for (const float sum : sums) total += sum;
+    const float factor = 1 / std::sqrt(total / static_cast<float>(dim) + eps);
+    for (int64_t i = 0; i < dim; ++i) x[i] = x[i] * factor * weight[i];
+  }
+}
+
+class Stack {
+ public:
+  Stack(const MinimaLayer& first, const MinimaStep& step, int threads)
+      : step_(step),
+        threads_(threads),
+        rows_(step.plan->num_rows),
+        dim_(step.geometry->head_dim),
+        kv_heads_(step.geometry->kv_heads),
+        heads_(kv_heads_ * step.geometry->group),
+        stride_(first.qkv->outputs) {
+    const int64_t sizes[] = {
+        rows_ * stride_,
+        rows_ * heads_ * dim_,
+        rows_ * kv_heads_ * dim_,
+        rows_ * kv_heads_ * dim_,
+        rows_ * heads_ * dim_,
+        rows_ * first.output->outputs,
+        rows_ * first.gate_up->outputs,
+        step.plan->num_partials * heads_ * (dim_ + 2),
+        rows_ * heads_,
+    };
+    float** parts[] = {&qkv_,    &q_,       &k_,        &v_,  &attended_,
+                       &middle_, &gate_up_, &partials_, &lse_};
+    const auto padded = [](int64_t size) { return (size + 15) / 16 * 16; };
+    int64_t all = 0;
+    for (const int64_t size : sizes) all += padded(size);
+    auto* at = reinterpret_cast<float*>(scratch.reserve(all * sizeof(float)));
+    for (size_t i = 0; i < std::size(sizes); ++i) {
+      *parts[i] = at;
+      at += padded(sizes[i]);
+    }
+  }
+
+  void run(const MinimaLayer& layer, int64_t index, float* x) {
+    product(*layer.qkv, *layer.attention_input, x, nullptr, qkv_);
+    attend(layer, index);
+    product(*layer.output, plain_input, attended_, x, middle_);
+    product(*layer.gate_up, *layer.mlp_input, middle_, nullptr, gate_up_);
+    product(*layer.down, gated_input, gate_up_, middle_, x);
+  }
+
+ private:
+  void product(const MinimaMatrix& matrix, const MinimaInput& input, const float* x,
+               const float* residual, float* out) const {
+    multiply(matrix, input, x, residual, rows_, out, threads_, kAwakeProducts);
+  }
+
+  void attend(const MinimaLayer& layer, int64_t index) {
+    for (int64_t row = 0; row < rows_; ++row) {
+      float* q = qkv_ + row * stride_;
+      if (layer.q_norm) normalise_heads(q, heads_, dim_, layer.q_norm, layer.head_eps);
+      float* k = q + heads_ * dim_;
+      if (layer.k_norm) normalise_heads(k, kv_heads_, dim_, layer.k_norm, layer.head_eps);
+    }
+    turn(qkv_, heads_, q_);
+    turn(qkv_ + heads_ * dim_, kv_heads_, k_);
+    const float* v = qkv_ + (heads_ + kv_heads_) * dim_;
+    for (int64_t row = 0; row < rows_; ++row)
+      rotate(v + row * stride_, v_ + row * kv_heads_ * dim_, kv_heads_);
+    rotate(q_, q_, rows_ * heads_);
+    rotate(k_, k_, rows_ * kv_heads_);
+    minima_append(step_.recent + index, step_.geometry, k_, v_, step_.arena, step_.page_bytes,
+                  step_.slots, rows_, threads_);
+    decode(*step_.plan, *step_.geometry, step_.formats[index], q_, step_.arena, step_.scale,
+           partials_, attended_, lse_, nullptr, threads_, kAwakeReads);
+    rotate(attended_, attended_, rows_ * heads_);
+  }
+
+  // Rotary embedding.
+  void turn(const float* x, int64_t heads, float* out) const {
+    minima_rotate(x, rows_, stride_, heads, dim_, step_.cos, step_.sin, out);
+  }
+
+  // The change of basis of all pages.
+  void rotate(const float* x, float* out, int64_t heads) const {
+    minima_hadamard(x, out, heads, dim_, step_.rotation_block, threads_);
+  }
+
+  const MinimaStep& step_;
+  const int threads_;
+  const int64_t rows_, dim_, kv_heads_, heads_, stride_;
+  float *qkv_, *q_, *k_, *v_, *attended_, *middle_, *gate_up_, *partials_, *lse_;
+};
+
+}  // namespace
+}  // namespace minima
+
+using namespace minima;
+
+void minima_decode_layers(const MinimaLayer* layers, int64_t num_layers, const MinimaStep* step,
+                          float* x, int threads) {
+  if (!num_layers) return;
+  Stack stack(layers[0], *step, threads);
+  for (int64_t layer = 0; layer < num_layers; ++layer) stack.run(layers[layer], layer, x);
+}
