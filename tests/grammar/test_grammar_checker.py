@@ -141,6 +141,34 @@ def test_a_dead_process_is_told_and_replaced(
     loop.run_until_complete(kill_while_waiting())
 
 
+def test_large_grammars_keep_nobody_waiting(
+    checker: GrammarChecker, loop: asyncio.AbstractEventLoop
+) -> None:
+    """Each would take five seconds; a small one behind them is done long before."""
+    count = workshop.MAX_SLOW + 4
+
+    async def flood() -> tuple[float, list[BaseException | None]]:
+        await checker.check([make("regex", "here")])
+        large = [
+            asyncio.ensure_future(checker.check([make("json_schema", nested(n, "object"))]))
+            for n in range(460, 460 + count)
+        ]
+        await asyncio.sleep(0)
+        started = time.monotonic()
+        await checker.check([make("regex", "small")])
+        seconds = time.monotonic() - started
+        while sum(task.done() for task in large) < 3:
+            await asyncio.sleep(0.05)
+        refused = [task.exception() for task in large if task.done()]
+        await checker.close()
+        await asyncio.gather(*large, return_exceptions=True)
+        return seconds, refused
+
+    seconds, refused = loop.run_until_complete(asyncio.wait_for(flood(), 60))
+    assert seconds < count * workshop.CPU_SECONDS / workshop.MAX_JOBS / 2
+    assert all(isinstance(error, GrammarBusy) and "large" in str(error) for error in refused)
+
+
 def test_nothing_is_left_behind(checker: GrammarChecker, loop: asyncio.AbstractEventLoop) -> None:
     async def close_while_busy() -> list[psutil.Process]:
         await checker.check([make("regex", "busy")])

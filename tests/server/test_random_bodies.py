@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from random_grammars import random_grammar
 from server_kit import RunningServer
 from tiny_kit import assert_quiet
 
@@ -52,6 +53,32 @@ MESSAGES: tuple[Any, ...] = (
 )
 
 
+GRAMMAR_BODIES = 160
+
+
+def constrained_body(rng: random.Random, path: str) -> Any:
+    """A sound body with a random constraint on the output, sometimes with two."""
+    kind, value = random_grammar(rng)
+    limit = rng.choice((1, 8, 60))
+    constraints = {kind: value}
+    if rng.random() < 0.05:
+        constraints |= [random_grammar(rng)]
+    if path == "/generate":
+        sampling = {"max_new_tokens": limit, "sampling_seed": rng.randrange(99), **constraints}
+        return {"text": "hello", "sampling_params": sampling, "stream": rng.random() < 0.3}
+    if kind == "json_schema" and rng.random() < 0.5:
+        format_ = {"type": kind, kind: {"name": "x", "schema": value, "strict": limit > 1}}
+        constraints = {"response_format": format_}
+    elif kind == "structural_tag" and isinstance(value, dict) and rng.random() < 0.5:
+        constraints = {"response_format": value}
+    elif kind == "json_schema" and rng.random() < 0.5:
+        function = {"name": "f", "parameters": value}
+        tools = [{"type": "function", "function": function}]
+        constraints = {"tools": tools, "tool_choice": rng.choice(("required", "auto"))}
+    messages = [{"role": "user", "content": "hi"}]
+    return {"messages": messages, "max_tokens": limit, "seed": rng.randrange(99), **constraints}
+
+
 ANTHROPIC = (
     *("model", "system", "tools", "tool_choice", "thinking", "output_config", "cache_control"),
     *("stop_sequences", "stream", "temperature", "top_p", "top_k", "messages", "max_tokens"),
@@ -82,10 +109,27 @@ def random_body(rng: random.Random, path: str) -> Any:
 )
 def test_random_bodies_never_break_the_server(tiny: RunningServer, path: str) -> None:
     rng = random.Random(path)
-    bodies = [random_body(rng, path) for _ in range(300)]
+    statuses = flood(tiny, path, [random_body(rng, path) for _ in range(300)])
+    assert statuses[200] > 5
+    assert statuses[400] > 5
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions"])
+def test_random_grammars_never_break_the_server(tiny: RunningServer, path: str) -> None:
+    pytest.importorskip("xgrammar", reason="structured output is not installed")
+    rng = random.Random("grammars of " + path)
+    bodies = [constrained_body(rng, path) for _ in range(GRAMMAR_BODIES)]
+    statuses = flood(tiny, path, bodies)
+    assert statuses[200] > GRAMMAR_BODIES // 5
+    assert statuses[400] > GRAMMAR_BODIES // 10
+
+
+def flood(tiny: RunningServer, path: str, bodies: list[Any]) -> Counter[int]:
+    """Sends all of them, sixteen at a time, and looks at the answers and at the server behind
+    them; returns how often each status came."""
     statuses: Counter[int] = Counter()
 
-    async def flood() -> None:
+    async def send() -> None:
         room = asyncio.Semaphore(16)
         patience = aiohttp.ClientTimeout(total=60)
         async with aiohttp.ClientSession(timeout=patience) as session:
@@ -104,8 +148,7 @@ def test_random_bodies_never_break_the_server(tiny: RunningServer, path: str) ->
 
             await asyncio.gather(*map(one, bodies))
 
-    asyncio.run(flood())
-    assert statuses[200] > 5
-    assert statuses[400] > 5
+    asyncio.run(send())
     assert tiny.generate({"text": "alive", "sampling_params": {"max_new_tokens": 1}}).ok
     assert_quiet(tiny)
+    return statuses

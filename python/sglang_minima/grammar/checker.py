@@ -128,7 +128,11 @@ class GrammarChecker:
                 future = self._verdicts.pop(verdict.id, None)
                 if future is None:
                     problem = verdict.error or problem
-                elif not future.done():
+                elif future.done():
+                    continue
+                elif verdict.busy:
+                    future.set_exception(GrammarBusy(verdict.error))
+                else:
                     future.set_result(verdict.error)
         finally:
             self._process = None

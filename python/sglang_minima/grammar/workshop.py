@@ -2,8 +2,11 @@
 
 It loads the tokenizer once and then forks a child for every grammar. The child compiles it and
 follows it for a while, under limits of CPU time and memory that the kernel enforces, so nothing in
-a grammar can take more than that or hurt anybody else. Lines of JSON come in (`Order`) and go out
-(`Verdict`); the first line out is about the start (rid ""). It ends when its input ends.
+a grammar can take more than that or hurt anybody else. Nearly all grammars take milliseconds: one
+that takes longer is put aside and tried again where it keeps none of these waiting.
+
+Lines of JSON come in (`Order`) and go out (`Verdict`); the first line out is about the start (rid
+""). It ends when its input ends.
 """
 
 from __future__ import annotations
@@ -25,6 +28,10 @@ from sglang_minima.grammar.spec import Grammar
 
 MAX_JOBS = 2
 CPU_SECONDS = 5
+QUICK_SECONDS = 0.5
+"""CPU time of the first try; who needs more gets one of the places in the slow queue."""
+MAX_SLOW = 8
+"""Grammars in the slow queue, which has one job at a time."""
 WALL_SECONDS = 60.0
 """Against children that wait for what never comes; CPU time ends those that work."""
 MEMORY_BYTES = 512 << 20
@@ -46,13 +53,16 @@ class Verdict(msgspec.Struct):
     id: str
     error: str | None = None
     """One sentence for the client; None when the grammar can be used."""
+    busy: bool = False
+    """Nothing was found out: too many others are at it."""
 
 
 class _Job:
     """A child at work."""
 
-    def __init__(self, order: Order, pid: int, pipe: int) -> None:
+    def __init__(self, order: Order, pid: int, pipe: int, quick: bool) -> None:
         self.order = order
+        self.quick = quick
         self.pid = pid
         self.pipe = pipe
         self.deadline = time.monotonic() + WALL_SECONDS
@@ -70,6 +80,8 @@ class Workshop:
         self._compiler = GrammarCompiler(vocabulary(tokenizer, tokenizer.eos_token_ids))
         self._eos = tokenizer.eos_token_ids
         self._queue: deque[Order] = deque()
+        self._slow: deque[Order] = deque()
+        """Those that took too long at their first try."""
         self._selector = selectors.DefaultSelector()
         self._jobs: dict[int, _Job] = {}
         """By the pipe on which the child answers."""
@@ -95,18 +107,28 @@ class Workshop:
             for job in list(self._jobs.values()):
                 if time.monotonic() > job.deadline:
                     self._hear(job, b"")
-            while self._queue and len(self._jobs) < MAX_JOBS:
-                self._begin(self._queue.popleft())
+            while len(self._jobs) < MAX_JOBS and self._begin_next():
+                continue
 
-    def _begin(self, order: Order) -> None:
+    def _begin_next(self) -> bool:
+        """Starts a job, if there is one that may start now."""
+        if self._queue:
+            self._begin(self._queue.popleft(), quick=True)
+            return True
+        if self._slow and all(job.quick for job in self._jobs.values()):
+            self._begin(self._slow.popleft(), quick=False)
+            return True
+        return False
+
+    def _begin(self, order: Order, quick: bool) -> None:
         reading, writing = os.pipe()
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
             os.close(reading)
-            self._work(order.grammar, writing, parent)
+            self._work(order.grammar, writing, parent, quick)
         os.close(writing)
-        self._jobs[reading] = _Job(order, pid, reading)
+        self._jobs[reading] = _Job(order, pid, reading, quick)
         self._selector.register(reading, selectors.EVENT_READ)
 
     def _hear(self, job: _Job, data: bytes) -> None:
@@ -120,6 +142,9 @@ class Workshop:
         os.kill(job.pid, signal.SIGKILL)
         status = os.waitstatus_to_exitcode(os.waitpid(job.pid, 0)[1])
         kind = job.order.grammar.kind
+        if -status == signal.SIGPROF:
+            self._put_aside(job.order)
+            return
         if status == 0:
             error = job.said.decode(errors="replace") or None
         elif -status == signal.SIGXCPU or time.monotonic() > job.deadline:
@@ -128,11 +153,20 @@ class Workshop:
             error = f"{kind} is too complex to be compiled"
         tell(Verdict(job.order.id, error))
 
-    def _work(self, grammar: Grammar, pipe: int, parent: int) -> NoReturn:
+    def _put_aside(self, order: Order) -> None:
+        if len(self._slow) < MAX_SLOW:
+            self._slow.append(order)
+        else:
+            tell(Verdict(order.id, "too many large grammars are being compiled", busy=True))
+
+    def _work(self, grammar: Grammar, pipe: int, parent: int, quick: bool) -> NoReturn:
         """The child's life; it says nothing when the grammar can be used."""
         code = 1
         try:
             _limit(parent)
+            if quick:
+                # Its signal, SIGPROF, ends the child.
+                signal.setitimer(signal.ITIMER_PROF, QUICK_SECONDS)
             os.write(pipe, (self._try(grammar) or "").encode()[:4096])
             code = 0
         finally:
