@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from sglang_minima.entrypoints.chat_messages import check_messages
+from sglang_minima.entrypoints.chat_types import ChatBody
 from sglang_minima.entrypoints.conversation import ChatRenderer, Conversation
 from sglang_minima.entrypoints.tools import ToolChoice, openai_tools
 from sglang_minima.grammar.spec import Grammar
@@ -151,6 +152,34 @@ def test_several_calls_in_a_turn_that_the_template_refuses(model_dir: Path) -> N
         '[weather{"n": 1}]; [weather{"n": 2}]; tool: r2; [weather{"n": 3}]; tool: lost; '
     )
     assert prompt({**several, "tool_calls": [call(1)]}) == '[weather{"n": 1}]; '
+
+
+TRIMMING = (
+    "{% for m in messages %}<{{ m.role }}>\n\n{{ m.content | trim }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>\n\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("content", "end"),
+    [
+        ("", "<assistant>\n\n"),
+        (None, "<assistant>\n\n"),
+        ([], "<assistant>\n\n"),
+        ("Sure, ", "<assistant>\n\nSure,"),
+        ([{"type": "text", "text": "Sure"}], "<assistant>\n\nSure"),
+        ("Hi", "<assistant>\n\nHi"),
+    ],
+)
+def test_continuing_the_last_message(model_dir: Path, content: Any, end: str) -> None:
+    """Of templates that trim: what is continued is neither cut nor closed, also where it is
+    empty."""
+    tokenizer = Tokenizer.load(model_dir, TRIMMING)
+    messages = [USER, {"role": "assistant", "content": content}]
+    body = ChatBody(messages=messages, continue_final_message=True)
+    chat = body.conversation(tokenizer.vocab_size)
+    prompt = prompt_of(ChatRenderer(tokenizer), tokenizer, chat)
+    assert prompt == "<user>\n\nHi<end>" + end
 
 
 def test_unknown_tool_format_is_told(model_dir: Path) -> None:

@@ -62,6 +62,11 @@ class ChatBody(CommonBody, kw_only=True):
         continues = bool(self.continue_final_message)
         if continues and (not messages or messages[-1]["role"] != "assistant"):
             raise InvalidRequest("continue_final_message needs a last message of the assistant")
+        if continues and len(messages) > 1 and _is_empty(messages[-1]):
+            # To continue nothing is to begin. Templates that trim what they print would else have
+            # the prompt end before the white space behind the header.
+            messages.pop()
+            continues = False
         arguments = dict(self.chat_template_kwargs or {})
         if self.reasoning_effort is not None:
             arguments.setdefault("reasoning_effort", self.reasoning_effort)
@@ -75,3 +80,7 @@ class ChatBody(CommonBody, kw_only=True):
             split_reasoning=self.separate_reasoning is not False,
             prompt=self.input_ids,
         )
+
+
+def _is_empty(message: Message) -> bool:
+    return not any(message.get(key) for key in ("content", "tool_calls", "reasoning_content"))
