@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from minima_kernels.cpu.library import native_library
 from minima_kernels.cpu.route import torch_only
 from minima_kernels.routes import ROUTES
-from sglang_minima.models.fused import FusedLayers
+from sglang_minima.models.fused import FusedDecoder
 from sglang_minima.runner.attention import PagedAttention
 from sglang_minima.runner.model_runner import ForwardOutput, ModelRunner
 
@@ -88,7 +88,7 @@ def no_step(_: PagedAttention) -> None:
 def test_same_numbers_as_layer_by_layer(
     runner: ModelRunner, threads: None, profile: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert isinstance(runner.model.model.layers, FusedLayers)
+    assert isinstance(runner.model.model, FusedDecoder)
     before = ROUTES.snapshot()
     with monkeypatch.context() as patch:
         whole = Recorder(runner, profile, patch)
@@ -100,7 +100,9 @@ def test_same_numbers_as_layer_by_layer(
         assert parts.run() == tokens
     after = ROUTES.snapshot()
     for ours, theirs in zip(whole.hidden, parts.hidden, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+        # Angles differ in their last bits, which may move a value to the next step of FP8.
+        limit = 1e-4 if profile == "bf16" else 5e-3
+        torch.testing.assert_close(ours, theirs, rtol=limit, atol=limit)
     # Both are counted alike.
     for route, count in after.items():
         old = middle.get(route, 0)
@@ -124,30 +126,30 @@ def test_switched_off_kernels_are_not_called(
 
 
 def test_bad_shapes_are_refused(runner: ModelRunner) -> None:
-    layers = runner.model.model.layers
-    assert isinstance(layers, FusedLayers)
-    stack = layers.stack
+    decoder = runner.model.model
+    assert isinstance(decoder, FusedDecoder)
+    stack = decoder.stack
     kit = EngineKit(make_args(quantization="int8", max_total_tokens=2048), runner)
     seen = []
 
-    def keep(step, x, cos, sin):  # type: ignore[no-untyped-def]
-        seen.append((step, x, cos, sin))
-        return type(stack).run(stack, step, x, cos, sin)
+    def keep(step, x, positions):  # type: ignore[no-untyped-def]
+        seen.append((step, x, positions))
+        return type(stack).run(stack, step, x, positions)
 
     stack.run = keep  # type: ignore[method-assign]
     try:
         kit.generate([[3, 4, 5]], max_new_tokens=3, ignore_eos=True)
     finally:
         del stack.run
-    step, x, cos, sin = seen[0]
+    step, x, positions = seen[0]
     with pytest.raises(ValueError, match="expected"):
-        stack.run(step, x[:, 1:], cos, sin)
+        stack.run(step, x[:, 1:], positions)
     with pytest.raises(ValueError, match="expected"):
-        stack.run(step, x.double(), cos, sin)
+        stack.run(step, x.double(), positions)
     with pytest.raises(ValueError, match="expected"):
-        stack.run(step, x, cos[..., 1:], sin)
+        stack.run(step, x, positions[1:])
     with pytest.raises(ValueError, match="expected"):
-        stack.run(step._replace(slots=step.slots.int()), x, cos, sin)
+        stack.run(step._replace(slots=step.slots.int()), x, positions)
     geometry = replace(step.plan.geometry, num_layers=LAYERS + 1)
     with pytest.raises(ValueError, match="layers for pages"):
-        stack.run(step._replace(plan=step.plan._replace(geometry=geometry)), x, cos, sin)
+        stack.run(step._replace(plan=step.plan._replace(geometry=geometry)), x, positions)

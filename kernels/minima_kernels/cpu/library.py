@@ -152,9 +152,7 @@ def _declare(native: ctypes.CDLL) -> None:
     native.minima_hadamard.argtypes = [*[pointer] * 2, *[ctypes.c_int64] * 3, integer]
     native.minima_hadamard.restype = None
     native.minima_decode_layers.argtypes = [
-        pointer,  # layers
-        ctypes.c_int64,
-        *[pointer] * 2,  # step, x
+        *[pointer] * 3,  # stack, step, x
         integer,
     ]
     native.minima_decode_layers.restype = None

@@ -37,6 +37,15 @@ class LayerParts(NamedTuple):
     head_norm: HeadNorm | None
 
 
+class RotaryAngles(NamedTuple):
+    """Rotary embedding in the half-split layout."""
+
+    inverse: torch.Tensor
+    """float32 ``[D / 2]``: what an angle grows by from position to position."""
+    amplitude: float
+    """Of cosines and sines."""
+
+
 class DecodeStep(NamedTuple):
     """Where the new tokens of a step go and what they attend to; one row a request."""
 
@@ -77,6 +86,19 @@ class _Layer(ctypes.Structure):
     ]
 
 
+class _Stack(ctypes.Structure):
+    """``MinimaStack``."""
+
+    _fields_ = [
+        ("layers", ctypes.c_void_p),
+        ("num_layers", ctypes.c_int64),
+        ("final_norm", ctypes.c_void_p),
+        ("rotary", ctypes.c_void_p),
+        ("amplitude", ctypes.c_float),
+        ("padding", ctypes.c_int32),
+    ]
+
+
 class _Step(ctypes.Structure):
     """``MinimaStep``."""
 
@@ -85,7 +107,7 @@ class _Step(ctypes.Structure):
         ("geometry", ctypes.POINTER(abi.Geometry)),
         *(
             (name, ctypes.c_void_p)
-            for name in ("formats", "recent", "page_bytes", "slots", "cos", "sin", "arena")
+            for name in ("formats", "recent", "page_bytes", "slots", "positions", "arena")
         ),
         ("rotation_block", ctypes.c_int64),
         ("scale", ctypes.c_float),
@@ -96,8 +118,13 @@ class _Step(ctypes.Structure):
 class NativeStack:
     """All layers of a model, prepared for calls."""
 
-    def __init__(self, layers: Sequence[LayerParts]) -> None:
+    def __init__(
+        self, layers: Sequence[LayerParts], final_norm: Input, rotary: RotaryAngles
+    ) -> None:
         """
+        Args:
+            final_norm: of what the last layer gives.
+
         Raises:
             ValueError: no layers, or shapes that do not fit together.
         """
@@ -105,24 +132,34 @@ class NativeStack:
             raise ValueError("a stack needs a layer")
         self._layers = tuple(layers)
         self._width = layers[0].down.outputs
-        self._native = (_Layer * len(layers))()
-        for target, parts in zip(self._native, layers, strict=True):
+        self._final_norm = final_norm
+        self._inverse = rotary.inverse.contiguous()
+        if final_norm.norm is None or final_norm.inputs != self._width:
+            raise ValueError(f"the final norm must have {self._width} inputs")
+        self._described = (_Layer * len(layers))()
+        for target, parts in zip(self._described, layers, strict=True):
             _check(parts, layers[0])
             _describe(target, parts)
+        self._native = _Stack(
+            layers=ctypes.addressof(self._described),
+            num_layers=len(layers),
+            final_norm=final_norm.address,
+            rotary=self._inverse.data_ptr(),
+            amplitude=rotary.amplitude,
+        )
 
     def run(
         self,
         step: DecodeStep,
         x: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
+        positions: torch.Tensor,
         routes: RouteCounters = ROUTES,
     ) -> torch.Tensor:
-        """Runs the layers and stores their K and V.
+        """Runs the layers and the final norm; stores K and V.
 
         Args:
-            x: float32 ``[rows, hidden]``; not modified.
-            cos, sin: float32 ``[rows, 1, D]``, sin negative in the first half.
+            x: float32 ``[rows, hidden]``, embeddings; not modified.
+            positions: int64 ``[rows]``, of each row in its sequence.
 
         Returns:
             float32 ``[rows, hidden]``.
@@ -141,12 +178,12 @@ class NativeStack:
         if len(self._layers) != geometry.num_layers:
             raise ValueError(f"{len(self._layers)} layers for pages of {geometry}")
         _check_tensor(x, (rows, self._width), torch.float32)
-        for turned in (cos, sin):
-            _check_tensor(turned, (rows, 1, dim), torch.float32)
-        for places in (step.page_bytes, step.slots):
+        if len(self._inverse) * 2 != dim:
+            raise ValueError(f"{len(self._inverse)} angles for heads of {dim}")
+        for places in (positions, step.page_bytes, step.slots):
             _check_tensor(places, (rows,), torch.int64)
         out = x.clone(memory_format=torch.contiguous_format)
-        cos, sin = cos.contiguous(), sin.contiguous()
+        positions = positions.contiguous()
         page_bytes, slots = step.page_bytes.contiguous(), step.slots.contiguous()
         described = _Step(
             plan=ctypes.pointer(plan.plan),
@@ -155,15 +192,13 @@ class NativeStack:
             recent=ctypes.addressof(page_formats(step.recent, geometry)),
             page_bytes=page_bytes.data_ptr(),
             slots=slots.data_ptr(),
-            cos=cos.data_ptr(),
-            sin=sin.data_ptr(),
+            positions=positions.data_ptr(),
             arena=step.arena.data_ptr(),
             rotation_block=step.rotation_block,
             scale=step.scale,
         )
         native.minima_decode_layers(
             ctypes.addressof(self._native),
-            len(self._layers),
             ctypes.addressof(described),
             out.data_ptr(),
             torch.get_num_threads(),

@@ -30,17 +30,6 @@ class DecoderLayer(nn.Module):
         return x
 
 
-class Layers(nn.ModuleList):
-    """The layers of a decoder, run one after another."""
-
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, backend: AttentionBackend | RopeBackend
-    ) -> Tensor:
-        for layer in self:
-            x = layer(x, cos, sin, backend)
-        return x
-
-
 class Decoder(nn.Module):
     """Embedding, layers and final norm: the `model.` part of a checkpoint."""
 
@@ -48,8 +37,18 @@ class Decoder(nn.Module):
         super().__init__()
         # A Linear holds [vocab, hidden], which serves both the lookup and a tied output head.
         self.embed_tokens = Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.layers = Layers(DecoderLayer(config, attention) for attention in attentions)
+        self.layers = nn.ModuleList(DecoderLayer(config, attention) for attention in attentions)
         self.norm = RMSNorm(config.hidden_size, config.rms_eps)
+
+    def forward(
+        self, x: Tensor, positions: Tensor, rotary: Rotary, backend: AttentionBackend | RopeBackend
+    ) -> Tensor:
+        """Embeddings [N, hidden_size] -> hidden states after the final norm."""
+        cos, sin = rotary(positions)
+        for layer in self.layers:
+            x = layer(x, cos, sin, backend)
+        hidden: Tensor = self.norm(x)
+        return hidden
 
 
 class CausalLM(nn.Module, ABC):
@@ -89,8 +88,7 @@ class CausalLM(nn.Module, ABC):
             [N, hidden_size] after the final norm, in the model's dtype.
         """
         x = self.model.embed_tokens.rows(input_ids, self.model.norm.weight.dtype)
-        cos, sin = self.rotary(positions)
-        hidden: Tensor = self.model.norm(self.model.layers(x, cos, sin, attention))
+        hidden: Tensor = self.model(x, positions, self.rotary, attention)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -58,12 +58,17 @@ class Rotary(nn.Module):
         """Fills the frequencies, float32 whatever the model's dtype: positions need the bits."""
         self.inverse = torch.tensor(self._frequencies.inverse, dtype=torch.float32, device=device)
 
+    @property
+    def amplitude(self) -> float:
+        """Factor on cosines and sines."""
+        return self._frequencies.amplitude
+
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions int64 [N] -> cos, sin float32 [N, 1, head_dim], as `rotate` takes them."""
         angles = positions[:, None, None].to(torch.float32) * self.inverse
         cos, sin = angles.cos(), angles.sin()
         cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-        amplitude = self._frequencies.amplitude
+        amplitude = self.amplitude
         return (cos, sin) if amplitude == 1.0 else (cos * amplitude, sin * amplitude)
 
 

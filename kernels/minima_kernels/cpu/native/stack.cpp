@@ -33,16 +33,17 @@ void normalise_heads(float* x, int64_t heads, int64_t dim, const float* weight, 
   }
 }
 
-class Stack {
+class Run {
  public:
-  Stack(const MinimaLayer& first, const MinimaStep& step, int threads)
+  Run(const MinimaStack& stack, const MinimaStep& step, int threads)
       : step_(step),
         threads_(threads),
         rows_(step.plan->num_rows),
         dim_(step.geometry->head_dim),
         kv_heads_(step.geometry->kv_heads),
         heads_(kv_heads_ * step.geometry->group),
-        stride_(first.qkv->outputs) {
+        stride_(stack.layers->qkv->outputs) {
+    const MinimaLayer& first = *stack.layers;
     const int64_t sizes[] = {
         rows_ * stride_,
         rows_ * heads_ * dim_,
@@ -53,9 +54,11 @@ class Stack {
         rows_ * first.gate_up->outputs,
         step.plan->num_partials * heads_ * (dim_ + 2),
         rows_ * heads_,
+        rows_ * dim_,
+        rows_ * dim_,
     };
-    float** parts[] = {&qkv_,    &q_,       &k_,        &v_,  &attended_,
-                       &middle_, &gate_up_, &partials_, &lse_};
+    float** parts[] = {&qkv_,     &q_,        &k_,   &v_,   &attended_, &middle_,
+                       &gate_up_, &partials_, &lse_, &cos_, &sin_};
     const auto padded = [](int64_t size) { return (size + 15) / 16 * 16; };
     int64_t all = 0;
     for (const int64_t size : sizes) all += padded(size);
@@ -64,9 +67,10 @@ class Stack {
       *parts[i] = at;
       at += padded(sizes[i]);
     }
+    angles(stack.rotary, stack.amplitude);
   }
 
-  void run(const MinimaLayer& layer, int64_t index, float* x) {
+  void layer(const MinimaLayer& layer, int64_t index, float* x) {
     product(*layer.qkv, *layer.attention_input, x, nullptr, qkv_);
     attend(layer, index);
     product(*layer.output, plain_input, attended_, x, middle_);
@@ -75,6 +79,21 @@ class Stack {
   }
 
  private:
+  // Cosines and sines of all rows, for both halves of a head.
+  void angles(const float* rotary, float amplitude) const {
+    const int64_t half = dim_ / 2;
+    for (int64_t row = 0; row < rows_; ++row) {
+      const auto position = static_cast<float>(step_.positions[row]);
+      float *cos = cos_ + row * dim_, *sin = sin_ + row * dim_;
+      for (int64_t i = 0; i < half; ++i) {
+        const float angle = position * rotary[i];
+        cos[i] = cos[i + half] = std::cos(angle) * amplitude;
+        sin[i + half] = std::sin(angle) * amplitude;
+        sin[i] = -sin[i + half];
+      }
+    }
+  }
+
   void product(const MinimaMatrix& matrix, const MinimaInput& input, const float* x,
                const float* residual, float* out) const {
     multiply(matrix, input, x, residual, rows_, out, threads_, kAwakeProducts);
@@ -103,7 +122,7 @@ class Stack {
 
   // Rotary embedding.
   void turn(const float* x, int64_t heads, float* out) const {
-    minima_rotate(x, rows_, stride_, heads, dim_, step_.cos, step_.sin, out);
+    minima_rotate(x, rows_, stride_, heads, dim_, cos_, sin_, out);
   }
 
   // The change of basis of all pages.
@@ -114,7 +133,8 @@ class Stack {
   const MinimaStep& step_;
   const int threads_;
   const int64_t rows_, dim_, kv_heads_, heads_, stride_;
-  float *qkv_, *q_, *k_, *v_, *attended_, *middle_, *gate_up_, *partials_, *lse_;
+  float *qkv_, *q_, *k_, *v_, *attended_, *middle_, *gate_up_, *partials_, *lse_,
+      *cos_, *sin_;
 };
 
 }  // namespace
@@ -122,9 +142,9 @@ class Stack {
 
 using namespace minima;
 
-void minima_decode_layers(const MinimaLayer* layers, int64_t num_layers, const MinimaStep* step,
-                          float* x, int threads) {
-  if (!num_layers) return;
-  Stack stack(layers[0], *step, threads);
-  for (int64_t layer = 0; layer < num_layers; ++layer) stack.run(layers[layer], layer, x);
+void minima_decode_layers(const MinimaStack* stack, const MinimaStep* step, float* x,
+                          int threads) {
+  Run run(*stack, *step, threads);
+  for (int64_t i = 0; i < stack->num_layers; ++i) run.layer(stack->layers[i], i, x);
+  normalise(*stack->final_norm, x, step->plan->num_rows, stack->layers->down->outputs, x);
 }

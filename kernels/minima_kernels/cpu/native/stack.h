@@ -20,6 +20,15 @@ struct MinimaLayer {
   int32_t padding;
 };
 
+struct MinimaStack {
+  const MinimaLayer* layers;
+  int64_t num_layers;
+  const MinimaInput* final_norm;
+  const float* rotary;  // [D / 2], what an angle grows by from position to position
+  float amplitude;      // of cosines and sines
+  int32_t padding;
+};
+
 // One decode batch. Rows are those of `plan`.
 struct MinimaStep {
   const MinimaDecodePlan* plan;
@@ -28,18 +37,17 @@ struct MinimaStep {
   const MinimaFormat* recent;          // of each layer, its share of a page that takes new tokens
   const int64_t* page_bytes;           // [rows], where in the arena the page of each row starts
   const int64_t* slots;                // [rows], the row's place in its page
-  const float* cos;                    // [rows, D]
-  const float* sin;                    // [rows, D], negative in the first half
+  const int64_t* positions;            // [rows], in the row's sequence
   uint8_t* arena;
   int64_t rotation_block;              // of the Hadamard blocks that rotate every head
   float scale;                         // of the scores
   int32_t padding;
 };
 
-// x: float32 [rows, outputs of the last layer], the embeddings, in place. Computes what the calls for
-// each layer one by one do: minima_linear, minima_rotate, minima_hadamard, minima_append,
-// minima_decode. A row of the result is the same bits on any number of threads, for one plan.
-MINIMA_EXPORT void minima_decode_layers(const MinimaLayer* layers, int64_t num_layers,
-                                        const MinimaStep* step, float* x, int threads);
+// x: float32 [rows, outputs of the last layer], in place: embeddings become hidden states after the
+// final norm. Computes what the calls for each layer one by one do: minima_linear, minima_rotate,
+// minima_hadamard, minima_append, minima_decode. A row of the result is the same bits on any number of threads, for one plan.
+MINIMA_EXPORT void minima_decode_layers(const MinimaStack* stack, const MinimaStep* step, float* x,
+                                        int threads);
 
 }  // extern "C"
