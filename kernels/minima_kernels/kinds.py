@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 
 from minima_kernels.formats import Format
@@ -40,6 +41,15 @@ class PageKind:
         for layer in layers:
             formats[layer] = format_
         return PageKind(self.name if name is None else name, tuple(formats))
+
+    def __hash__(self) -> int:
+        # Kinds are keys of what is looked up in every step, and names tell them apart.
+        return hash(self.name)
+
+    @cached_property
+    def distinct_formats(self) -> frozenset[Format]:
+        """The formats without repetition."""
+        return frozenset(self.formats)
 
     @property
     def appendable(self) -> bool:

@@ -62,7 +62,7 @@ class DecodePlan:
     @cached_property
     def fallback_reason(self) -> str | None:
         """Why the kernels of the device cannot take this plan; ``None`` if they can."""
-        formats = (format_ for kind in self.kinds for format_ in kind.formats)
+        formats = (format_ for kind in self.kinds for format_ in kind.distinct_formats)
         if self.device.type == "cuda":
             return decode_reason(formats, self.geometry, self.device)
         return fallback_reason(formats, self.geometry, self.device)
