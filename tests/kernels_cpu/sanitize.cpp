@@ -13,6 +13,7 @@
 #include "exports.h"
 
 void check_linear();  // sanitize_linear.cpp
+void check_stack();   // sanitize_stack.cpp
 
 namespace {
 
@@ -178,6 +179,7 @@ int main(int argc, char**) {
       continue;
     }
     check_linear();
+    check_stack();
     int count = 0;
     const auto formats = [&count](int dim, int page_size, int step) {
       for (const FormatType type : {kF32, kF16, kBF16, kFP8})
