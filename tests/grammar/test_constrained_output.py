@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import time
 from typing import Any
 
 import jsonschema
@@ -239,6 +240,23 @@ def test_a_grammar_that_gets_too_slow_ends_its_request(
     rid = kit.ask(regex("[a-z]{20}"))
     kit.drain()
     assert kit.finish(rid).status_code == 400 and "ambiguous" in kit.finish(rid).message
+
+
+def test_an_ambiguous_grammar_has_a_budget(kit: GrammarKit) -> None:
+    """Every token takes a little longer than the one before, and never very long: together they
+    would hold up all others for many seconds."""
+    grammar = ebnf(
+        "root ::= (r0 ([^x] root | root)*)* | r0 r0\n"
+        'r0 ::= [^x] r1 r0 | r0 "" | (r0 [^x])* r0 | [^x]\n'
+        'r1 ::= ([^x] [^x] | r1 root)+ | [a-z]* "\u00e9"?'
+    )
+    rid = kit.ask(grammar, max_new_tokens=480, ignore_eos=True)
+    free = kit.ask(None, max_new_tokens=30, ignore_eos=True)
+    started = time.process_time()
+    kit.drain()
+    assert time.process_time() - started < 10
+    assert kit.finish(rid).status_code == 400 and "ambiguous" in kit.finish(rid).message
+    assert kit.finish(free).type == "length"
 
 
 def test_an_abort_while_the_grammar_is_compiled(kit: GrammarKit) -> None:

@@ -12,6 +12,10 @@ from sglang_minima.runner.token_masks import clear_padding, forbid
 SLOW_SECONDS = 0.25
 """CPU time that following a grammar may take at one token. It grows from token to token where a
 grammar is very ambiguous: such a sequence must end before the others wait for it."""
+SPARE_SECONDS = 0.5
+SECONDS_A_TOKEN = 0.01
+"""CPU time that following a grammar may take in all: so much a token, and some to spare. Ordinary
+grammars take a hundredth of it."""
 
 
 class Constraint:
@@ -31,6 +35,8 @@ class Constraint:
         self._vocab_size: int = compiled.tokenizer_info.vocab_size
         self.stop_ids = frozenset(self._matcher.stop_token_ids)
         self._cost = 0.0
+        self._left = SPARE_SECONDS
+        """CPU time that may still be used, without that of the tokens to come."""
 
     def fill(self, mask: torch.Tensor, banned: frozenset[int]) -> None:
         """Writes which tokens may come next.
@@ -54,6 +60,8 @@ class Constraint:
         started = time.thread_time()
         if not self._matcher.accept_token(token):
             return "the grammar allows no continuation"
-        if self._cost + time.thread_time() - started > SLOW_SECONDS:
+        cost = self._cost + time.thread_time() - started
+        self._left += SECONDS_A_TOKEN - cost
+        if cost > SLOW_SECONDS or self._left < 0:
             return "the grammar is too ambiguous to be followed"
         return None
