@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 import typing
 from collections.abc import Iterable
 from pathlib import Path
@@ -69,6 +70,8 @@ def render() -> str:
 def _row(entry: dataclasses.Field[Any], kind: Any) -> str:
     meta = entry.metadata
     flags = ", ".join(f"`{flag}`" for flag in (flag_name(entry.name), *meta["flags"]))
+    if kind is not bool and typing.get_origin(kind) in (typing.Union, types.UnionType):
+        kind = typing.get_args(kind)[0]
     if kind is bool:
         value = ""
     elif typing.get_origin(kind) is typing.Literal:

@@ -9,12 +9,13 @@ import shutil
 import sys
 import types
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NoReturn
 
+from sglang_minima import __version__
 from sglang_minima.config_file import read_config
-from sglang_minima.foreign_flags import FOREIGN_FLAGS, ForeignFlag
+from sglang_minima.foreign_flags import ELSEWHERE, FOREIGN_FLAGS, ForeignFlag
 from sglang_minima.server_args import GROUPS, ArgumentError, ServerArgs, flag_name, parse_size
 
 PROGRAM = "python -m sglang_minima.launch_server"
@@ -31,6 +32,8 @@ back with --switch=false. Flags of SGLang that need no setting here are accepted
 be honoured are refused with the reason.
 """
 _MAX_WIDTH = 110
+_NEAR = 0.7
+"""Likeness of two names from which one may have been meant for the other."""
 
 
 def parse_args(argv: Sequence[str] | None = None) -> ServerArgs:
@@ -64,6 +67,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     general = parser.add_argument_group("general")
     general.add_argument("-h", "--help", action="help", help="show this text and exit")
+    general.add_argument(
+        "--version", action="version", version=__version__, help="show the version and exit"
+    )
     general.add_argument(
         "--config", metavar="FILE", help="YAML file of settings, e.g. `max-total-tokens: 64k`"
     )
@@ -133,12 +139,14 @@ def _config_tokens(parser: argparse.ArgumentParser, values: dict[str, Any]) -> l
         ArgumentError: a key is no flag; every such key is named.
     """
     actions = {flag: action for action in parser._actions for flag in action.option_strings}
-    for flag in ("--config", "--help", "-h"):
+    for flag in ("--config", "--help", "-h", "--version"):
         del actions[flag]
-    unknown = [flag.removeprefix("--") for flag in values if flag not in actions]
+    unknown = [flag for flag in values if flag not in actions]
     if unknown:
-        known = [flag.removeprefix("--") for flag in actions]
-        parser.error("; ".join(f"unknown key {key}{_nearest(key, known)}" for key in unknown))
+        known = [flag for flag in _own_flags(parser) if flag in actions]
+        parser.error(
+            "; ".join(f"unknown key {flag[2:]}{_nearest(flag, known, '')}" for flag in unknown)
+        )
     tokens = []
     for flag, value in values.items():
         if actions[flag].nargs == "*":
@@ -161,12 +169,27 @@ def _unknown(parser: argparse.ArgumentParser, texts: Sequence[str]) -> list[str]
     if not flags:
         return [f"unexpected argument {text!r}" for text in texts]
     # What follows an unknown flag is most likely its value.
-    return [f"unknown flag {flag}{_nearest(flag, parser._option_string_actions)}" for flag in flags]
+    known = _own_flags(parser)
+    return [f"unknown flag {flag}{_nearest(flag, known, '--')}" for flag in flags]
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name.replace("_", "-").lower(), list(known), n=1, cutoff=0.5)
-    return f" (did you mean {near[0]}?)" if near else ""
+def _own_flags(parser: argparse.ArgumentParser) -> list[str]:
+    """Flags that may be suggested: not those of SGLang that have no setting here."""
+    return [
+        flag
+        for flag, action in parser._option_string_actions.items()
+        if not isinstance(action, _ForeignAction)
+    ]
+
+
+def _nearest(flag: str, known: Iterable[str], prefix: str) -> str:
+    """What may have been meant, in brackets; empty when nothing is near."""
+    name = flag.lstrip("-").replace("_", "-").lower()
+    if name in ELSEWHERE:
+        return f" ({ELSEWHERE[name]})"
+    names = [other.lstrip("-") for other in known]
+    near = difflib.get_close_matches(name, names, n=1, cutoff=_NEAR)
+    return f" (did you mean {prefix}{near[0]}?)" if near else ""
 
 
 def _add_setting(group: argparse._ArgumentGroup, entry: dataclasses.Field[Any], kind: Any) -> None:
@@ -190,15 +213,22 @@ def _add_setting(group: argparse._ArgumentGroup, entry: dataclasses.Field[Any], 
     if entry.default not in (None, ""):
         text += " (default: %(default)s)"
     choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else None
+    refused = meta["refused"]
     group.add_argument(
         *flags,
         dest=entry.name,
         default=entry.default,
-        type=str if choices else _size if meta["size"] else kind,
+        type=partial(_choice, refused) if choices else _size if meta["size"] else kind,
         choices=choices,
         metavar=None if choices else meta["unit"] or entry.name.rsplit("_", 1)[-1].upper(),
         help=text,
     )
+
+
+def _choice(refused: Mapping[str, str], text: str) -> str:
+    if text in refused:
+        raise argparse.ArgumentTypeError(f"{text} is not supported: {refused[text]}")
+    return text
 
 
 def _size(text: str) -> int:

@@ -45,6 +45,9 @@ def _refused(says: str, *flags: str) -> ForeignFlag:
 _ONE_DEVICE = "a server runs on one GPU or CPU; start several and put a router in front"
 _MEMORY = "pages stay on one device: old ones are compressed (--kv-profile) or evicted"
 _CHOSEN = "kernels are chosen by the machine"
+_CUMULATIVE = "events of /generate hold all of the text so far"
+_TIMES = "times of requests are in /metrics and in the lines of --log-requests"
+_TLS = "put a reverse proxy in front for TLS"
 _GRAPHS = "decode steps are captured up to --max-running-requests (256 at most)"
 
 FOREIGN_FLAGS = (
@@ -78,6 +81,18 @@ FOREIGN_FLAGS = (
     _value("memory is reserved by need, not by forecast", "--schedule-conservativeness"),
     _value("every token is streamed at once", "--stream-interval"),
     _value("the server ends at once when a process dies", "--watchdog-timeout"),
+    _value("nothing is written when a process dies", "--crash-dump-folder"),
+    _value("every step is scheduled on its own", "--num-continuous-decode-steps"),
+    _switch("an idle scheduler sleeps until a message comes", "--sleep-on-idle"),
+    _switch("priority of a request is always honoured", "--enable-priority-scheduling"),
+    _switch(_TIMES, "--show-time-cost", "--enable-request-time-stats-logging"),
+    _value("a word and a JSON object stand in each line", "--log-requests-format"),
+    _switch("logits that are no numbers always end a request", "--enable-nan-detection"),
+    _switch("metrics are always served at /metrics", "--enable-metrics-for-all-schedulers"),
+    _switch("metrics are always served at /metrics", "--collect-tokens-histogram"),
+    _value("defaults of sampling are OpenAI's", "--sampling-defaults", only=("openai",)),
+    _value("models are this project's own", "--model-impl", only=("auto", "sglang")),
+    _value("one request warms the server up; --skip-server-warmup", "--warmups"),
     _value("--log-level is the level of all lines", "--log-level-http"),
     _value("grammars go through xgrammar", "--grammar-backend", only=("xgrammar",)),
     _value("tokenizers are fast ones", "--tokenizer-mode", only=("auto",)),
@@ -106,5 +121,33 @@ FOREIGN_FLAGS = (
     _refused("name a directory; nothing is downloaded by name", "--revision", "--download-dir"),
     _refused("page events are not published", "--kv-events-config"),
     _refused("weights are not replaced while serving", "--custom-weight-loader"),
+    _refused(_CUMULATIVE, "--stream-output", "--incremental-streaming-output"),
+    _refused("edit the model's config.json", "--json-model-override-args"),
+    _refused("clients choose sampling parameters", "--preferred-sampling-params"),
+    _refused("let the proxy that adds the prefix strip it", "--fastapi-root-path"),
+    _refused(_TLS, "--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--ssl-keyfile-password"),
+    _refused(_TLS, "--enable-ssl-refresh"),
 )
 """A flag that `ServerArgs` has is not looked up here."""
+
+ELSEWHERE = {
+    "block-size": "here: --page-size",
+    "disable-log-requests": "requests are not logged unless --log-requests says so",
+    "enable-auto-tool-choice": "not needed: tool calls are always read",
+    "enable-chunked-prefill": "not needed: prompts are always computed in chunks",
+    "enable-log-requests": "here: --log-requests",
+    "enable-prefix-caching": "not needed: prefixes are always kept, see --disable-radix-cache",
+    "no-enable-prefix-caching": "here: --disable-radix-cache",
+    "enforce-eager": "here: --disable-cuda-graph",
+    "gpu-memory-utilization": "here: --mem-fraction-static",
+    "guided-decoding-backend": "not needed: grammars go through xgrammar",
+    "kv-cache-memory-bytes": "here: --kv-cache-memory",
+    "max-model-len": "here: --context-length",
+    "max-num-batched-tokens": "here: --chunked-prefill-size",
+    "max-num-seqs": "here: --max-running-requests",
+    "num-gpu-blocks-override": "here: --max-total-tokens",
+    "seed": "here: --random-seed",
+    "tokenizer": "here: --tokenizer-path",
+    "uvicorn-log-level": "here: --log-level",
+}
+"""Flags of vLLM -> what to do here."""

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal
 
 
@@ -33,6 +35,7 @@ def _setting(
     flags: tuple[str, ...] = (),
     size: bool = False,
     unit: str | None = None,
+    refused: Mapping[str, str] = MappingProxyType({}),
 ) -> Any:
     """A dataclass field that also describes its command-line flag.
 
@@ -43,8 +46,10 @@ def _setting(
         flags: other spellings.
         size: the flag takes 32k, 2g and the like.
         unit: what the help text shows for the value (default: the last word of the name).
+        refused: values of SGLang's flag of this name that cannot be honoured -> the reason.
     """
     metadata = {"group": group, "help": help, "flags": flags, "size": size, "unit": unit}
+    metadata["refused"] = refused
     return field(default=default, metadata=metadata)
 
 
@@ -74,26 +79,35 @@ class ServerArgs:
         "Jinja file (or template text) that replaces the model's chat template",
         unit="FILE",
     )
-    tool_call_parser: Literal["qwen", "hermes", "llama3", "qwen3_coder"] | None = _setting(
+    tool_call_parser: Literal["qwen", "qwen25", "hermes", "llama3", "qwen3_coder"] | None = (
+        _setting(
+            None,
+            "model",
+            "how the model writes tool calls; qwen and qwen25 are hermes (default: as its chat "
+            "template shows; hermes when the template knows no tools)",
+        )
+    )
+    reasoning_parser: Literal["deepseek-r1", "qwen3", "qwen3-thinking"] | None = _setting(
         None,
         "model",
-        "how the model writes tool calls (default: as its chat template shows; hermes when the "
-        "template knows no tools)",
-    )
-    reasoning_parser: Literal["deepseek-r1", "qwen3"] | None = _setting(
-        None, "model", "how the model marks its reasoning (default: it is part of the content)"
+        "how the model marks its reasoning; deepseek-r1 and qwen3-thinking: answers begin with it "
+        "(default: it is part of the content)",
     )
     context_length: int | None = _setting(
-        None, "model", "longest sequence (default: the model's own limit)", size=True, unit="TOKENS"
+        None,
+        "model",
+        "longest sequence, at most the model's own limit (default)",
+        size=True,
+        unit="TOKENS",
     )
     load_format: Literal["auto", "dummy"] = _setting(
         "auto", "model", "dummy: random weights of the model's geometry, for performance work"
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = _setting(
+    dtype: Literal["auto", "float32", "float", "bfloat16", "float16", "half"] = _setting(
         "auto",
         "model",
-        "compute dtype (auto: the checkpoint's 16-bit dtype on a GPU, bfloat16 on CPUs with "
-        "bfloat16 units, else float32)",
+        "compute dtype; float is float32, half is float16 (auto: the checkpoint's 16-bit dtype on "
+        "a GPU, bfloat16 on CPUs with bfloat16 units, else float32)",
     )
     quantization: Literal["auto", "none", "fp16", "int8", "int4", "gguf"] = _setting(
         "auto",
@@ -189,7 +203,16 @@ class ServerArgs:
     )
 
     schedule_policy: Literal["lpm", "fcfs"] = _setting(
-        "lpm", "scheduling", "order of waiting requests: longest cached prefix first, or arrival"
+        "lpm",
+        "scheduling",
+        "order of waiting requests: longest cached prefix first, or arrival",
+        refused={
+            "random": "use fcfs",
+            "lof": "use fcfs",
+            "dfs-weight": "use lpm, which admits requests of one prefix together, too",
+            "priority": "priorities of requests always come first; use lpm or fcfs",
+            "routing-key": "use lpm",
+        },
     )
     max_running_requests: int = _setting(64, "scheduling", "sequences decoded together at most")
     chunked_prefill_size: int = _setting(
@@ -201,6 +224,12 @@ class ServerArgs:
     )
 
     def __post_init__(self) -> None:
+        for entry in dataclasses.fields(self):
+            value = getattr(self, entry.name)
+            # Most often a variable that a start script did not set: an empty key must not open
+            # the server, nor an empty host.
+            if isinstance(value, str) and not value.strip() and entry.default != "":
+                raise ArgumentError(f"{flag_name(entry.name)} is empty")
         for name, low, high in (
             ("port", 0, 65535),
             ("page_size", 1, 4096),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
 
+from sglang_minima import __version__
 from sglang_minima.command_line import build_parser, parse_args
-from sglang_minima.foreign_flags import FOREIGN_FLAGS
+from sglang_minima.foreign_flags import ELSEWHERE, FOREIGN_FLAGS
 from sglang_minima.server_args import GROUPS, ServerArgs, flag_name
 
 
@@ -53,7 +55,12 @@ def test_values_sizes_and_switches() -> None:
             ["--prot", "1", "--hots", "x"],
             "unknown flag --prot (did you mean --port?); unknown flag --hots (did you mean",
         ),
-        (["--qqqqqq"], "unknown flag --qqqqqq"),
+        (["--enable-lorra"], "unknown flag --enable-lorra"),
+        (["--max-num-seqs", "8"], "unknown flag --max-num-seqs (here: --max-running-requests)"),
+        (["--enable-prefix-caching"], "--enable-prefix-caching (not needed: prefixes are always"),
+        (["--api-key", ""], "--api-key is empty"),
+        (["--host= "], "--host is empty"),
+        (["--schedule-policy", "random"], "--schedule-policy: random is not supported: use fcfs"),
         (["--mod", "x"], "unknown flag --mod (did you mean --model?)"),
         (["model"], "unexpected argument 'model'"),
         (["--port", "x"], "argument --port: invalid int value: 'x'"),
@@ -64,7 +71,15 @@ def test_values_sizes_and_switches() -> None:
     ],
 )
 def test_wrong_flags(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert message in refusal(capsys, *argv)
+    line = refusal(capsys, *argv)
+    assert message in line
+    assert ("did you mean" in line) == ("did you mean" in message)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_args(["--version"])
+    assert capsys.readouterr().out == f"{__version__}\n"
 
 
 # --- config file ----------------------------------------------------------------------------------
@@ -98,6 +113,8 @@ def test_an_empty_config_file(tmp_path: Path) -> None:
     [
         ("prt: 1\nhots: x\n", "unknown key prt (did you mean port?); unknown key hots"),
         ("config: other.yaml\n", "unknown key config"),
+        ("max-num-seqs: 1\n", "unknown key max-num-seqs (here: --max-running-requests)"),
+        ("model-path: ''\n", "--model-path is empty"),
         ("port: true\n", "port takes a value"),
         ("log-requests: 3\n", "log-requests takes true or false"),
         ("port: x\n", "argument --port: invalid int value: 'x'"),
@@ -147,6 +164,13 @@ def test_flags_that_stand_for_settings(capsys: pytest.CaptureFixture[str]) -> No
     assert "--enable-deterministic-inference: the same as --deterministic-cache\n" in notes
     assert parse_args(["--kv-cache-dtype", "auto"]) == ServerArgs()
     assert capsys.readouterr().err == ""
+
+
+def test_hints_of_other_servers_names_are_true() -> None:
+    names = {name.removeprefix("--") for name in build_parser()._option_string_actions}
+    for other, hint in ELSEWHERE.items():
+        assert other not in names
+        assert set(re.findall(r"--([a-z-]+)", hint)) <= names
 
 
 def test_flags_that_cannot_be_honoured(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,8 @@ from sglang_minima.parsers.schema_types import Schema
 from sglang_minima.parsers.tool_calls import Llama3Parser, TaggedParser, ToolParser
 from sglang_minima.parsers.xml_reader import XmlCallReader
 
+_ALWAYS_REASON = ("deepseek-r1", "qwen3-thinking")
+"""Reasoning formats of models that begin every answer with reasoning."""
 _MAX_SPACE = 8
 """White space between two parts of forced arguments: a weak model would write nothing else."""
 
@@ -149,6 +151,7 @@ _QWEN3_CODER = XmlFormat(
 TOOL_FORMATS: dict[str, ToolFormat] = {
     "hermes": _HERMES,
     "qwen": _HERMES,
+    "qwen25": _HERMES,
     "llama3": _LLAMA3,
     "qwen3_coder": _QWEN3_CODER,
 }
@@ -181,7 +184,7 @@ def begins_with_reasoning(name: str | None, prompt_end: str) -> bool:
         prompt_end: the last text of the prompt; templates open or close the reasoning there.
     """
     end = prompt_end.rstrip()
-    return end.endswith(THINK) or (name == "deepseek-r1" and not end.endswith(END_THINK))
+    return end.endswith(THINK) or (name in _ALWAYS_REASON and not end.endswith(END_THINK))
 
 
 def calls_grammar(
