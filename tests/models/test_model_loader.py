@@ -78,6 +78,18 @@ def test_wrong_shape(checkpoint: Path) -> None:
         load_model(checkpoint, torch.float32)
 
 
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [(float("nan"), torch.float32), (float("-inf"), torch.float32), (1e6, torch.float16)],
+)
+def test_weights_that_are_no_numbers(checkpoint: Path, value: float, dtype: torch.dtype) -> None:
+    weight = load_file(checkpoint / WEIGHTS)[K_PROJ]
+    weight[3, 7] = value
+    rewrite(checkpoint, **{K_PROJ: weight})
+    with pytest.raises(ModelLoadError, match=rf"Tensor {K_PROJ} of .* in {str(dtype)[6:]}"):
+        load_model(checkpoint, dtype)
+
+
 def test_truncated_file(checkpoint: Path) -> None:
     data = (checkpoint / WEIGHTS).read_bytes()
     (checkpoint / WEIGHTS).write_bytes(data[: len(data) // 2])

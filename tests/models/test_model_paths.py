@@ -12,12 +12,14 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
 from gguf_support import write_gguf
 from models_support import make_reference, save_reference
 from test_gguf_conversion import TOKENS
 
 from sglang_minima.models import ModelLoadError, embedded, gguf, resolve_model_path
-from sglang_minima.models.cache import CACHE_VARIABLE, build_once, cache_dir
+from sglang_minima.models.cache import CACHE_VARIABLE, _locked, build_once, cache_dir
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +50,8 @@ def test_directories(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"no config\.json"):
         resolve_model_path(str(tmp_path / "empty"))
     with pytest.raises(ModelLoadError, match="neither a directory"):
+        resolve_model_path("some/other/place")
+    with pytest.raises(ModelLoadError, match="nothing is downloaded by name: run `hf download "):
         resolve_model_path("some/hub-name")
     with pytest.raises(ModelLoadError, match="does not exist"):
         resolve_model_path(str(tmp_path / "missing.gguf"))
@@ -78,7 +82,39 @@ def test_failed_conversion_leaves_nothing(tmp_path: Path, cache: Path) -> None:
     (tmp_path / "bad.gguf").write_bytes(b"GGUF" + bytes(100))
     with pytest.raises(ModelLoadError):
         resolve_model_path(str(tmp_path / "bad.gguf"))
-    assert [path.suffix for path in (cache / "converted").iterdir()] == [".lock"]
+    assert not list((cache / "converted").iterdir())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_damaged_weights_are_not_converted(tmp_path: Path, cache: Path, value: float) -> None:
+    model, path = make_reference("llama"), tmp_path / "bad.gguf"
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 5] = value
+    for kind in (Kind.F32, Kind.F16, Kind.BF16):
+        write_gguf(path, model, TOKENS, kind=kind)
+        with pytest.raises(ModelLoadError, match=r"Tensor blk\.1\.ffn_up\.weight has values that"):
+            resolve_model_path(str(path))
+        assert not list((cache / "converted").iterdir())
+
+
+def test_who_waited_for_a_removed_lock_takes_the_next(tmp_path: Path) -> None:
+    path, active, most = tmp_path / "lock", [0], [0]
+
+    def run() -> None:
+        for _ in range(20):
+            with _locked(path):
+                active[0] += 1
+                most[0] = max(most[0], active[0])
+                time.sleep(0.001)
+                active[0] -= 1
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1]
+    assert not path.exists()
 
 
 def test_builders_that_arrive_together_build_once(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import psutil
 import torch
 
 from minima_kernels import GRANULE, KVGeometry, use_huge_pages
+from minima_radix import PageKindSpec, choose_slab_granules
 from sglang_minima.cache.profile import KvProfile
 from sglang_minima.server_args import ArgumentError, ServerArgs
 
@@ -42,6 +43,7 @@ class KVArena:
             ArgumentError: the memory asked for does not hold even a few pages.
         """
         granules = arena_bytes(args, geometry, profile, device) // GRANULE
+        check_memory(args, granules * GRANULE, device)
         smallest = 4 * max(kind.granules(geometry) for kind in profile.kinds)
         if granules < smallest:
             raise ArgumentError(
@@ -62,8 +64,7 @@ def arena_bytes(
         return args.kv_cache_memory
     if args.max_total_tokens is not None:
         # In Recent pages: that many tokens fit whatever tier they are in.
-        pages = -(-args.max_total_tokens // geometry.page_size)
-        return pages * profile.recent.bytes_per_page(geometry)
+        return _granules_for(args.max_total_tokens, geometry, profile) * GRANULE
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         used = total - free
@@ -74,3 +75,32 @@ def arena_bytes(
             )
         return budget
     return min(_CPU_LIMIT, int(psutil.virtual_memory().available * _CPU_SHARE))
+
+
+def check_memory(args: ServerArgs, num_bytes: int, device: torch.device) -> None:
+    """Raises `ArgumentError` for an arena that is larger than the memory that is free."""
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = psutil.virtual_memory().available
+    if num_bytes > free:
+        flag = "--max-total-tokens" if args.kv_cache_memory is None else "--kv-cache-memory"
+        raise ArgumentError(
+            f"{flag}: a KV arena of {num_bytes / 2**30:.1f} GiB does not fit into the "
+            f"{free / 2**30:.1f} GiB of memory that are free"
+        )
+
+
+def _granules_for(tokens: int, geometry: KVGeometry, profile: KvProfile) -> int:
+    """Granules of the smallest arena that holds a sequence of so many tokens in any tier: see
+    `PrefixCache.capacity_tokens`."""
+    kinds = [PageKindSpec(kind.name, kind.granules(geometry)) for kind in profile.kinds]
+    page = profile.recent.granules(geometry)
+    pages = -(-tokens // geometry.page_size)
+    granules = max(pages * page, *(kind.granules for kind in kinds))
+    while True:
+        slab = choose_slab_granules(kinds, granules)
+        slabs = -(-pages // (slab // page)) + (1 if profile.compresses else 0)
+        if slabs * slab <= granules:
+            return granules
+        granules = slabs * slab

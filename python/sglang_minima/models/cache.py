@@ -48,7 +48,26 @@ def build_once(target: Path, build: Callable[[Path], None]) -> Path:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Exclusive between processes; the system frees the lock when its holder dies."""
-    with path.open("w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
+    """Exclusive between processes; the system frees the lock when its holder dies.
+
+    The file is removed at the end. Who waited for it then holds a lock that no newcomer sees, and
+    takes the next one.
+    """
+    while True:
+        with path.open("w") as handle:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            if not _is_at(path, handle.fileno()):
+                continue
+            try:
+                yield
+            finally:
+                path.unlink()
+            return
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Whether the open file is the one that the path names now."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False

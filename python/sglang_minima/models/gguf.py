@@ -26,6 +26,8 @@ from sglang_minima.models.progress import Progress, stderr_progress
 CONVERSION = 3
 """Part of the cache key: raise it when the output of a conversion changes."""
 _HEAD_BYTES = 1 << 20
+_BF16_EXPONENT = np.uint16(0x7F80)
+"""All bits of the exponent: infinite, or no number."""
 _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
 
@@ -121,11 +123,23 @@ def _write_tensors(
         for name, tensor in tensors:
             if name is None:
                 continue
-            values = np.ascontiguousarray(_half_split(tensor.name, tensor.values(), config))
+            values = tensor.values()
+            if not _all_finite(values, tensor.stored_dtype):
+                raise ModelLoadError(
+                    f"Tensor {tensor.name} has values that are infinite or no numbers: the file "
+                    "is damaged."
+                )
+            values = np.ascontiguousarray(_half_split(tensor.name, values, config))
             output.write(values.data)
             done += values.nbytes
             if progress is not None:
                 progress(done, total)
+
+
+def _all_finite(values: np.ndarray[Any, Any], dtype: str) -> bool:
+    if dtype == "BF16":
+        return not bool((values & _BF16_EXPONENT == _BF16_EXPONENT).any())
+    return bool(np.isfinite(values).all())
 
 
 def _half_split(

@@ -21,6 +21,7 @@ _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 """Value type -> struct code."""
 _STRING, _ARRAY = 8, 9
 _DEFAULT_ALIGNMENT = 32
+_CUT = "it is truncated (or damaged), it ends inside"
 _U64 = struct.Struct("<Q")
 
 
@@ -78,7 +79,9 @@ def read_gguf(path: Path) -> GGUFFile:
         with path.open("rb") as handle:
             data = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
         return _parse(path, data)
-    except (OSError, struct.error, IndexError, ValueError) as error:
+    except struct.error:
+        raise ModelLoadError(f"{path} is not a readable GGUF file: {_CUT} its header.") from None
+    except (OSError, IndexError, ValueError) as error:
         raise ModelLoadError(f"{path} is not a readable GGUF file: {error}.") from None
 
 
@@ -99,7 +102,7 @@ class _Cursor:
         start = self.offset + 8
         self.offset = start + length
         if self.offset > len(self.data):
-            raise ValueError("it ends inside a string")
+            raise ValueError(f"{_CUT} a string")
         return self.data[start : self.offset].decode("utf-8")
 
     def value(self, kind: int) -> Any:
@@ -109,6 +112,8 @@ class _Cursor:
             item, count = self.scalar("I"), self.scalar("Q")
             if item in _SCALARS:
                 dtype = np.dtype(_SCALARS[item]).newbyteorder("<")
+                if self.offset + count * dtype.itemsize > len(self.data):
+                    raise ValueError(f"{_CUT} a list")
                 array = np.frombuffer(self.data, dtype, count, self.offset)
                 self.offset += array.nbytes
                 return array.tolist()
@@ -147,6 +152,8 @@ def _parse(path: Path, data: mmap.mmap) -> GGUFFile:
     for name, shape, kind, offset in infos:
         block, block_bytes = GGML_QUANT_SIZES[kind]
         size = int(np.prod(shape, dtype=np.int64)) // block * block_bytes
+        if base + offset + size > len(data):
+            raise ValueError(f"{_CUT} tensor {name}")
         raw = np.frombuffer(data, np.uint8, size, base + offset)
         tensors[name] = GGUFTensor(name, shape, kind, raw)
     return GGUFFile(metadata, tensors)

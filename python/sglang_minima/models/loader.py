@@ -116,6 +116,12 @@ def _fill_from_files(
                 f"{list(target.shape)}."
             )
         target.copy_(tensor)
+        low, high = target.aminmax()
+        if not (low.isfinite() and high.isfinite()):
+            raise ModelLoadError(
+                f"Tensor {name} of {path} has values that are infinite or no numbers in "
+                f"{str(target.dtype).removeprefix('torch.')}."
+            )
         done += tensor.nbytes
         if progress is not None:
             progress(done, total)

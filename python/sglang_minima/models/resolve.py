@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -14,6 +15,9 @@ from sglang_minima.models.embedded import (
 )
 from sglang_minima.models.errors import ModelLoadError
 from sglang_minima.models.gguf import converted_gguf
+
+_REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+"""A name on a model hub."""
 
 
 def resolve_model_path(model_path: str | None, download: bool = False) -> Path:
@@ -43,4 +47,10 @@ def resolve_model_path(model_path: str | None, download: bool = False) -> Path:
         if not path.is_file():
             raise ModelLoadError(f"{path} does not exist.")
         return converted_gguf(path)
+    if _REPOSITORY.fullmatch(model_path) and not path.exists():
+        raise ModelLoadError(
+            f"There is no directory {model_path}, and nothing is downloaded by name: run "
+            f"`hf download {model_path} --local-dir DIR` (pip install huggingface_hub) and give "
+            "DIR as --model-path."
+        )
     raise ModelLoadError(f"{path} is neither a directory in Hugging Face format nor a .gguf file.")

@@ -23,7 +23,13 @@ from sglang_minima.server_args import ArgumentError, ServerArgs
 
 logger = logging.getLogger(__name__)
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES = {
+    "float32": torch.float32,
+    "float": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "half": torch.float16,
+}
 _BF16_CPU_FLAGS = ("avx512_bf16", "amx_bf16")
 
 
@@ -105,8 +111,14 @@ class ModelRunner:
 
     def __init__(self, args: ServerArgs, model_dir: str) -> None:
         self.device = resolve_device(args)
-        checkpoint = ModelConfig.load(Path(model_dir)).checkpoint_dtype
-        self.dtype = resolve_dtype(args, self.device, checkpoint)
+        config = ModelConfig.load(Path(model_dir))
+        self.dtype = resolve_dtype(args, self.device, config.checkpoint_dtype)
+        self.context_length = args.context_length or config.max_position
+        if self.context_length > config.max_position:
+            raise ArgumentError(
+                f"--context-length {args.context_length}: the model's own limit is "
+                f"{config.max_position} tokens"
+            )
         if self.device.type == "cpu" and args.cpu_threads:
             torch.set_num_threads(args.cpu_threads)
         self.quantization = resolve_quantization(args, self.device, self.dtype, Path(model_dir))
@@ -119,9 +131,6 @@ class ModelRunner:
             progress=log_progress(logger, "Loading weights"),
         )
         self.model.eval()
-        self.context_length = min(
-            args.context_length or self.config.max_position, self.config.max_position
-        )
         self._attention: PagedAttention | CudaPagedAttention | None = None
         self._arena: KVArena | None = None
         self._graphs: DecodeGraphs | None = None

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from sglang_minima.grammar.constraint import Constraint
 
 _MASK = (1 << 64) - 1
+NO_TOKEN = -1
+"""In place of a token where the model computed none."""
 
 
 @dataclass(eq=False)
@@ -90,7 +92,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
         rows: the sequences, in the order of the logits.
 
     Returns:
-        Token ids, one a row.
+        Token ids, one a row; `NO_TOKEN` for rows whose logits hold infinities or no numbers.
     """
     logits = _adjust(logits, rows)
     random_rows = [i for i, row in enumerate(rows) if not row.greedy]
@@ -106,12 +108,16 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
 
 
 def _argmax(logits: torch.Tensor) -> list[int]:
-    """The first of the greatest logits of each row."""
+    """The first of the greatest logits of each row; what is no number counts as the greatest."""
     if logits.device.type == "cpu":
         # torch goes through a row one by one: 7x slower than numpy on AVX2.
-        first: list[int] = logits.numpy().argmax(-1).tolist()
-        return first
-    return logits.argmax(dim=-1).tolist()
+        values = logits.numpy()
+        first = values.argmax(-1)
+        greatest = np.take_along_axis(values, first[:, None], -1)[:, 0]
+        tokens: list[int] = np.where(np.isfinite(greatest), first, NO_TOKEN).tolist()
+        return tokens
+    top = logits.max(dim=-1)
+    return top.indices.masked_fill(~top.values.isfinite(), NO_TOKEN).tolist()
 
 
 def _adjust(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
@@ -192,17 +198,21 @@ def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     keep &= (before < top_p) & (ordered >= min_p * ordered[:, :1])
     keep[:, 0] = True
     picked = _inverse_cdf(ordered * keep, point)
-    return order.gather(-1, picked).squeeze(-1)
+    token = order.gather(-1, picked.clamp_min(0))
+    return torch.where(picked < 0, picked, token).squeeze(-1)
 
 
 def _inverse_cdf(weights: torch.Tensor, point: torch.Tensor) -> torch.Tensor:
-    """Index of the first cumulative weight above `point` of the total: int64 [rows, 1]."""
+    """Index of the first cumulative weight above `point` of the total: int64 [rows, 1].
+
+    `NO_TOKEN` where the weights are no numbers.
+    """
     cumulative = weights.cumsum(-1)
     index = torch.searchsorted(cumulative, point * cumulative[:, -1:], right=True)
     # Rounding could step past the last weight that is not zero.
     positive = weights > 0
     last = weights.shape[-1] - 1 - positive.flip(-1).to(torch.uint8).argmax(-1, keepdim=True)
-    return torch.minimum(index, last)
+    return torch.minimum(index, last).masked_fill(~cumulative[:, -1:].isfinite(), NO_TOKEN)
 
 
 def log_probs_of(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from sglang_minima.messages import FinishReason, LogProbs, TokenOutput
-from sglang_minima.runner.sampling import log_probs_of
+from sglang_minima.runner.sampling import NO_TOKEN, log_probs_of, sample
 from sglang_minima.scheduler.request import Request
 
 _LOGIT_ROWS = 256
@@ -20,19 +20,20 @@ _copy: Callable[[TokenOutput], TokenOutput] = TokenOutput.__copy__  # type: igno
 """Every struct has it, unknown to the type stubs; `copy.copy` takes twice the time to find it."""
 
 
-def record_output_logprobs(
-    requests: Sequence[Request], logits: torch.Tensor, tokens: Sequence[int]
-) -> None:
-    """Stores the log-probabilities of the tokens just sampled where they are asked for.
+def draw_tokens(requests: Sequence[Request], logits: torch.Tensor) -> list[int]:
+    """Samples the next token of each request and stores its log-probability if that is asked for.
 
     Args:
         requests: one per row.
         logits: float32 [rows, vocab].
-        tokens: sampled ids, one per row.
+
+    Returns:
+        Token ids, or `NO_TOKEN`, one a row.
     """
+    tokens = sample(logits, [request.row for request in requests])
     for row, request in enumerate(requests):
         message = request.message
-        if not message.return_logprob:
+        if not message.return_logprob or tokens[row] == NO_TOKEN:
             continue
         fresh = log_probs_of(
             logits[row : row + 1],
@@ -41,6 +42,7 @@ def record_output_logprobs(
             message.token_ids_logprob,
         )
         request.unsent_logprobs = _join(request.unsent_logprobs, fresh)
+    return tokens
 
 
 def record_prompt_rows(

@@ -6,8 +6,10 @@ import logging
 import time
 from array import array
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
+from minima_kernels import KVGeometry
 from minima_kernels.allocator import keep_freed_memory
 from minima_kernels.cpu.library import current_level
 from minima_kernels.cpu.route import fallback_reason
@@ -16,7 +18,7 @@ from minima_kernels.routes import ROUTES
 from minima_radix import Namespace, check
 from sglang_minima import __version__
 from sglang_minima.cache.accounting import report
-from sglang_minima.cache.arena import KVArena
+from sglang_minima.cache.arena import KVArena, arena_bytes, check_memory
 from sglang_minima.cache.prefix_cache import PrefixCache
 from sglang_minima.cache.profile import build_profile
 from sglang_minima.cache.survey import Surveys, describe_match
@@ -33,8 +35,9 @@ from sglang_minima.messages import (
     ToScheduler,
     Wake,
 )
+from sglang_minima.models.config import ModelConfig
 from sglang_minima.models.resolve import resolve_model_path
-from sglang_minima.runner.model_runner import ModelRunner
+from sglang_minima.runner.model_runner import ModelRunner, resolve_device, resolve_dtype
 from sglang_minima.scheduler.garbage import avoid_full_collections, forget_old_objects
 from sglang_minima.scheduler.scheduler import Scheduler
 from sglang_minima.scheduler.statistics import usage
@@ -57,6 +60,7 @@ class SchedulerProcess:
     def __init__(self, args: ServerArgs, addresses: Addresses) -> None:
         model_dir = resolve_model_path(args.model_path, args.download_model)
         began = time.perf_counter()
+        check_settings(args, model_dir)
         self.runner = ModelRunner(args, str(model_dir))
         self._load_seconds = time.perf_counter() - began
         geometry = self.runner.geometry(args.page_size)
@@ -240,6 +244,19 @@ class SchedulerProcess:
                 for (operation, route, reason), count in ROUTES.snapshot().items()
             ],
         }
+
+
+def check_settings(args: ServerArgs, model_dir: Path) -> None:
+    """Finds out about settings that do not go with the model before its weights are read.
+
+    Raises:
+        ArgumentError: with one sentence about one of them.
+    """
+    config, device = ModelConfig.load(model_dir), resolve_device(args)
+    geometry = KVGeometry(config.num_layers, config.num_kv_heads, config.head_dim, args.page_size)
+    profile = build_profile(args, geometry, resolve_dtype(args, device, config.checkpoint_dtype))
+    if args.kv_cache_memory is not None or args.max_total_tokens is not None:
+        check_memory(args, arena_bytes(args, geometry, profile, device), device)
 
 
 def _wake(address: str) -> None:

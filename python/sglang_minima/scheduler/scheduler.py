@@ -22,13 +22,9 @@ from sglang_minima.grammar.loader import GrammarLoader
 from sglang_minima.messages import FinishReason, GenerateRequest, TokenOutput
 from sglang_minima.runner.batch import DecodeRows, Work, build_batch
 from sglang_minima.runner.model_runner import ModelRunner
-from sglang_minima.runner.sampling import sample
+from sglang_minima.runner.sampling import NO_TOKEN
 from sglang_minima.runner.segments import Cohorts
-from sglang_minima.scheduler.outputs import (
-    record_output_logprobs,
-    record_prompt_rows,
-    take_output,
-)
+from sglang_minima.scheduler.outputs import draw_tokens, record_prompt_rows, take_output
 from sglang_minima.scheduler.parked import Parked
 from sglang_minima.scheduler.policy import next_victim, note_overtaking, order_waiting, twin_ahead
 from sglang_minima.scheduler.request import Request
@@ -363,9 +359,10 @@ class Scheduler:
                     self._finish(request, FinishReason("length", 0))
                     finished.append(take_output(request, request.finish))
         if drawing:
-            tokens = sample(logits, [request.row for request in drawing])
-            record_output_logprobs(drawing, logits, tokens)
-            for request, token in zip(drawing, tokens, strict=True):
+            for request, token in zip(drawing, draw_tokens(drawing, logits), strict=True):
+                if token == NO_TOKEN:
+                    self._fail(request, "the model computed values that are no numbers", 500)
+                    continue
                 request.tokens.append(token)
                 request.unsent.append(token)
                 if not request.prefilled:

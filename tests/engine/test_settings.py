@@ -1,0 +1,81 @@
+"""Settings that do not go with the model or the machine, and an arena that is as large as asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from engine_kit import EngineKit, make_args
+
+from sglang_minima.runner.model_runner import ForwardOutput, ModelRunner
+from sglang_minima.scheduler.process import check_settings
+from sglang_minima.server_args import ArgumentError
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"stale_format": "tq99"}, "--stale-format: unknown page format"),
+        ({"stale_fp8_layers": "5"}, "--stale-fp8-layers: the model has no layer 5"),
+        ({"kv_cache_memory": 1 << 50}, r"--kv-cache-memory: a KV arena of 1048576.0 GiB does not"),
+        ({"max_total_tokens": 1 << 50}, r"--max-total-tokens: a KV arena of .* GiB of memory that"),
+    ],
+)
+def test_refused_before_the_weights_are_read(
+    tiny_dir: Path, settings: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        check_settings(make_args(**settings), tiny_dir)
+    free = psutil.virtual_memory().available
+    check_settings(make_args(kv_cache_memory=free // 2), tiny_dir)
+
+
+def test_context_longer_than_the_models(tiny_dir: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"--context-length 8193: the model's own .* 8192"):
+        ModelRunner(make_args(context_length=8193), str(tiny_dir))
+
+
+@pytest.mark.parametrize("profile", ["minima", "bf16"])
+@pytest.mark.parametrize("tokens", [256, 1000, 1024, 5000, 8192])
+def test_as_many_tokens_fit_as_asked_for(
+    tiny_runner: ModelRunner, profile: str, tokens: int
+) -> None:
+    kit = EngineKit(make_args(kv_profile=profile, max_total_tokens=tokens), tiny_runner)
+    assert tokens <= kit.cache.capacity_tokens
+    assert kit.cache.capacity_tokens <= max(1.25 * tokens, tokens + 4 * kit.cache.page_size)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_no_token_is_made_up(
+    tiny_runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, value: float, temperature: float
+) -> None:
+    """The request whose logits are no numbers ends with an error; the others go on."""
+    kit = EngineKit(make_args(max_total_tokens=4096), tiny_runner)
+    logits_of = ForwardOutput.logits
+    good = kit.submit([5, 6, 7], max_new_tokens=6)
+    bad = kit.submit(
+        [9, 10, 11],
+        max_new_tokens=6,
+        temperature=temperature,
+        top_k=20,
+        message={"return_logprob": True},
+    )
+
+    def spoilt(output: ForwardOutput, rows: list[int]) -> torch.Tensor:
+        logits = logits_of(output, rows).clone()
+        if len(rows) == 2:
+            logits[1, 100] = value
+        return logits
+
+    monkeypatch.setattr(ForwardOutput, "logits", spoilt)
+    kit.drain(verify=True)
+    finish = kit.last(bad).finish
+    assert finish is not None
+    assert (finish.type, finish.status_code) == ("abort", 500)
+    assert finish.message == "the model computed values that are no numbers"
+    assert kit.tokens(bad) == []
+    assert len(kit.tokens(good)) == 6
+    kit.check_idle()
