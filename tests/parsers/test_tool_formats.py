@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from sglang_minima.entrypoints.tools import make_tool
 from sglang_minima.grammar.spec import Grammar
+from sglang_minima.parsers.answer import AnswerFormat
 from sglang_minima.parsers.formats import (
     TOOL_FORMATS,
     after_reasoning,
@@ -15,7 +17,7 @@ from sglang_minima.parsers.formats import (
     calls_grammar,
     detect_tool_format,
 )
-from sglang_minima.parsers.pieces import parse_whole
+from sglang_minima.parsers.pieces import ParsedText, parse_whole
 from sglang_minima.parsers.reasoning import ReasoningParser
 
 CITY = {
@@ -51,6 +53,7 @@ def test_detection(template: str | None, expected: str | None) -> None:
         ("qwen3", "assistant\n<think>\n", "Hm</think>Yes", "Yes"),
         ("qwen3", "<think>\n\n</think>\n\n", "Yes", "Yes"),
         ("deepseek-r1", "assistant\n", "Hm</think>Yes", "Yes"),
+        ("qwen3-thinking", "assistant\n", "Hm</think>Yes", "Yes"),
         ("deepseek-r1", "<think></think>\n", "Yes", "Yes"),
     ],
 )
@@ -96,6 +99,39 @@ def test_grammar_of_forced_calls(name: str) -> None:
         ('say "hi"', {"to": ["you", 1]}),
         ("weather", {"city": "Oslo"}),
     ]
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3", "qwen3_coder"])
+def test_a_forced_call_without_parameters_has_no_arguments(name: str) -> None:
+    form = TOOL_FORMATS[name]
+    for parameters in (None, {}):
+        tool = make_tool("now", None, parameters, False, "tools[0]")
+        grammar = calls_grammar(form, [(tool.name, tool.schema)], required=True, parallel=False)
+        assert accepts(grammar, form.call_text("now", {}))
+        assert not accepts(grammar, form.call_text("now", {"a": 1}))
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3", "qwen3_coder"])
+def test_markup_of_a_forced_call_is_never_content(name: str) -> None:
+    """Wherever the text is cut off, and however it comes in."""
+    form, schemas = TOOL_FORMATS[name], dict(TOOLS)
+    calls = [("weather", {"city": "Rome"}), ('say "hi"', {"to": ["you", 1]})]
+    text = "\n" + form.separator.join(form.call_text(*call) for call in calls)
+    answer = AnswerFormat(name, tuple(schemas), forced=True)
+    for end in range(len(text) + 1):
+        whole = parse_whole(answer.parser(schemas), text[:end])
+        assert whole.content == ""
+        parser, streamed = answer.parser(schemas), ParsedText()
+        for char in text[:end]:
+            streamed.add(parser.push(char))
+        streamed.add(parser.finish())
+        assert streamed == whole
+        names = [call.name for call in whole.calls]
+        assert names == [name for name, _ in calls][: len(names)]
+        # A call is there once its name is.
+        complete = text[:end].count("weather") + text[:end].count("hi")
+        assert len(names) >= complete - 1
+    assert [json.loads(call.arguments) for call in whole.calls] == [call[1] for call in calls]
 
 
 @pytest.mark.parametrize("name", ["hermes", "llama3", "qwen3_coder"])

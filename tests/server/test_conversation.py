@@ -94,6 +94,25 @@ def test_one_call_at_most(renderer: ChatRenderer) -> None:
     assert len(parse_whole(several.make_parser(), call + call).calls) == 2
 
 
+@pytest.mark.parametrize(
+    ("mode", "text", "expected"),
+    [
+        ("required", '\n<tool_call>\n{"', ParsedText()),
+        (
+            "required",
+            '\n<tool_call>\n{"name": "weather", ',
+            ParsedText(calls=[ToolCall("weather")]),
+        ),
+        ("auto", '\n<tool_call>\n{"', ParsedText(content='\n<tool_call>\n{"')),
+    ],
+)
+def test_a_call_that_is_cut_off(
+    renderer: ChatRenderer, mode: Any, text: str, expected: ParsedText
+) -> None:
+    chat = renderer.render(Conversation([USER], openai_tools([WEATHER]), ToolChoice(mode)))
+    assert parse_whole(chat.make_parser(), text) == expected
+
+
 def test_grammar_only_where_it_is_asked_for(renderer: ChatRenderer) -> None:
     tools = openai_tools([WEATHER])
     strict = openai_tools(

@@ -127,6 +127,7 @@ class ChatRenderer:
             max_calls=1 if reads_calls and not chat.parallel else None,
             reasoning=self._reasoning is not None and chat.split_reasoning,
             reasons_first=opened,
+            forced=reads_calls and chat.choice.mode == "required",
         )
         schemas: dict[str, Schema] = {tool.name: tool.schema for tool in callable_tools}
         grammar = self._grammar(chat, tools, callable_tools)

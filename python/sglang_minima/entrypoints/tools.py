@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -9,7 +10,10 @@ from typing import Any, Literal
 from sglang_minima.sampling_params import InvalidRequest
 
 MAX_TOOLS = 512
-MAX_NAME_LENGTH = 256
+MAX_NAME_LENGTH = 64
+_NAME = re.compile(r"[a-zA-Z0-9_-]+")
+NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+"""Schema of the arguments of a tool that takes none."""
 
 
 @dataclass(frozen=True)
@@ -19,21 +23,21 @@ class Tool:
     name: str
     description: str | None
     parameters: dict[str, Any] | None
-    """JSON schema of its arguments; None when the client gave none."""
+    """JSON schema of its arguments; none, or an empty one: it takes no arguments."""
     strict: bool = False
     """Calls must follow the schema even when the model is free to call or not."""
 
     @property
     def schema(self) -> dict[str, Any]:
         """What arguments must look like."""
-        return self.parameters or {"type": "object"}
+        return self.parameters or NO_PARAMETERS
 
     def spec(self) -> dict[str, Any]:
         """The form in which chat templates take tools."""
         function: dict[str, Any] = {"name": self.name}
         if self.description is not None:
             function["description"] = self.description
-        function["parameters"] = self.parameters or {"type": "object", "properties": {}}
+        function["parameters"] = self.schema
         return {"type": "function", "function": function}
 
 
@@ -57,14 +61,23 @@ class ToolChoice:
 NO_TOOLS = ToolChoice("none")
 
 
-def make_tool(name: Any, description: Any, parameters: Any, strict: bool, where: str) -> Tool:
-    """A checked tool.
+def make_tool(
+    name: Any,
+    description: Any,
+    parameters: Any,
+    strict: bool,
+    where: str,
+    longest: int = MAX_NAME_LENGTH,
+) -> Tool:
+    """A checked tool; its name may have up to `longest` characters.
 
     Raises:
         InvalidRequest: a part of it is not what it must be.
     """
-    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_LENGTH:
-        raise InvalidRequest(f"{where} needs a name of 1 to {MAX_NAME_LENGTH} characters")
+    if not isinstance(name, str) or len(name) > longest or not _NAME.fullmatch(name):
+        raise InvalidRequest(
+            f"{where} needs a name of 1 to {longest} letters, digits, underscores and dashes"
+        )
     if description is not None and not isinstance(description, str):
         raise InvalidRequest(f"{where}: the description must be a text")
     if parameters is not None and not isinstance(parameters, dict):

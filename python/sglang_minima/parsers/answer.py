@@ -25,6 +25,8 @@ class AnswerFormat(msgspec.Struct, frozen=True, array_like=True):
     """Reasoning is told apart."""
     reasons_first: bool = False
     """The answer is reasoning from its first character on."""
+    forced: bool = False
+    """The answer must be calls: what begins like one is one, also where it is cut off."""
 
     def parser(self, schemas: Mapping[str, Schema] | None = None) -> OutputParser:
         """A parser of one answer.
@@ -38,5 +40,6 @@ class AnswerFormat(msgspec.Struct, frozen=True, array_like=True):
             known = schemas or {}
             named = {name: known.get(name, {}) for name in self.tool_names}
             tools = TOOL_FORMATS[self.tool_format].parser(named)
+            tools.forced = self.forced
         reasoning = ReasoningParser(self.reasons_first) if self.reasoning else None
         return OutputParser(reasoning, tools, self.max_calls)

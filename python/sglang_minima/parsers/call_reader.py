@@ -85,8 +85,14 @@ class CallReader:
         self._arguments.clear()
         return taken
 
-    def finish(self) -> None:
-        """The text has ended inside the object; nothing of its arguments is held back."""
+    def finish(self, forced: bool) -> None:
+        """The text has ended inside the object; nothing of its arguments is held back.
+
+        Args:
+            forced: the object must be a call: a name makes it one.
+        """
+        if forced and self.name is None and self._known_name is not None:
+            self._settle()
 
     def _step(self, char: str) -> bool:
         """One character outside strings and arguments; False when it cannot stand here."""

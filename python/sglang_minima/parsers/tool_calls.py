@@ -26,7 +26,7 @@ class Reader(Protocol):
 
     def feed(self, text: str, position: int) -> int: ...
 
-    def finish(self) -> None: ...
+    def finish(self, forced: bool) -> None: ...
 
     def take_arguments(self) -> str: ...
 
@@ -40,6 +40,9 @@ class ToolParser:
 
     marker: str
     """What a call begins with."""
+
+    forced: bool = False
+    """Where the text ends inside a call, what cannot be told of it is left out, not content."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -66,7 +69,7 @@ class ToolParser:
     def finish(self) -> list[Piece]:
         """See `Parser`."""
         pieces = self._advance(final=True)
-        if not self._after_call and self._space:
+        if not self._after_call and not self.forced and self._space:
             pieces.append(Content(self._space))
         self._space = ""
         return pieces
@@ -94,10 +97,12 @@ class ToolParser:
     def _read_content(self, final: bool) -> bool:
         """Content up to the next marker; True when the marker stands there now."""
         found = self._text.find(self.marker)
-        held = 0 if final else partial_marker(self._text, self.marker)
+        held = partial_marker(self._text, self.marker) if self.forced or not final else 0
         end = found if found >= 0 else len(self._text) - held
         self._add_content(self._text[:end])
         self._text = self._text[end:]
+        if final and found < 0:
+            self._text = ""
         return found >= 0
 
     def _read_call(self, reader: Reader, final: bool) -> None:
@@ -105,7 +110,7 @@ class ToolParser:
         before = reader.name
         self._text = self._text[reader.feed(self._text, 0) :]
         if final and reader.outcome is None:
-            reader.finish()
+            reader.finish(self.forced)
         if before is None and reader.name is not None:
             # What stood before a call, and white space between calls, is not content.
             self._space = ""
@@ -149,6 +154,8 @@ class TaggedParser(ToolParser):
         self._reader = None
         if reader.outcome is Outcome.CLOSED:
             self._after_call = True
+        elif self.forced and reader.outcome is None:
+            return False
         elif reader.name is None:
             # No call: the marker is content, what follows it is looked at again.
             self._add_content(self.marker)
@@ -213,7 +220,7 @@ class Llama3Parser(ToolParser):
             self._before += self.marker
             self._text = body[len(self.marker) :]
             return True
-        if not final and self.marker.startswith(body):
+        if self.marker.startswith(body) and (self.forced or not final):
             return False
         self._give_up()
         return bool(self._text)
@@ -225,6 +232,8 @@ class Llama3Parser(ToolParser):
         if reader.outcome is None and not final:
             return False
         self._reader = None
+        if self.forced and reader.outcome is None:
+            return False
         if reader.name is None:
             self._before += reader.unsettled
             self._give_up()

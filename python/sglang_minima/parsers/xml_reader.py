@@ -63,7 +63,7 @@ class XmlCallReader:
             return len(text) - rest
         return len(text)
 
-    def finish(self) -> None:
+    def finish(self, forced: bool) -> None:
         """The text has ended inside the call: what was held back of a value is part of it."""
         if self._state is _State.VALUE:
             text = self._without_break()
