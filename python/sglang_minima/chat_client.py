@@ -131,10 +131,11 @@ def _statistics(usage: dict[str, Any], first: float, decoding: float) -> Statist
 
 
 def _refusal(error: urllib.error.HTTPError) -> str:
+    hint = "; --api-key KEY sends one" if error.code == 401 else ""
     try:
-        return f"{_message(json.load(error))} (status {error.code})"
+        return f"{_message(json.load(error))} (status {error.code}){hint}"
     except ValueError:
-        return f"status {error.code}"
+        return f"status {error.code}{hint}"
 
 
 def _message(body: Any) -> str:

@@ -133,12 +133,24 @@ def _announce(status: ServerStatus, listener: socket.socket) -> None:
         port,
         os.getpid(),
     )
+    if status.max_model_len < info["context_length"]:
+        logger.warning(
+            "The KV arena is smaller than the context: a sequence may have %s tokens. "
+            "--kv-cache-memory and --max-total-tokens make it larger.",
+            f"{status.max_model_len:,}",
+        )
+    url = f"http://{reachable}:{port}"
     logger.info(
-        "Try: curl http://%s:%d/v1/chat/completions -H 'Content-Type: application/json'%s "
+        "Watch it: %s/dashboard. Chat: python -m sglang_minima.chat --url %s%s",
+        url,
+        url,
+        " --api-key KEY" if args.api_key else "",
+    )
+    logger.info(
+        "Try: curl %s/v1/chat/completions -H 'Content-Type: application/json'%s "
         '-d \'{"messages": [{"role": "user", "content": "What is the capital of France?"}], '
         '"temperature": 0, "max_tokens": 64}\'',
-        reachable,
-        port,
+        url,
         key,
     )
 

@@ -46,6 +46,10 @@ class LaunchError(RuntimeError):
     """The server cannot start; the message is one line for the person who started it."""
 
 
+class ProcessDied(LaunchError):
+    """A child ended without a word while it was starting."""
+
+
 def configure_logging(level: str) -> None:
     """One line per record on stderr, for this process."""
     logging.basicConfig(
@@ -97,7 +101,7 @@ class ProcessGroup:
                 try:
                     report = self._pipes[name].recv()
                 except EOFError:
-                    raise LaunchError(f"{self._obituary(name)} while starting") from None
+                    raise ProcessDied(f"{self._obituary(name)} while starting") from None
                 if not report["ok"]:
                     raise LaunchError(str(report["error"]))
                 info.update(report["info"])

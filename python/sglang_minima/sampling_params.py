@@ -85,9 +85,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                     continue
                 # We must not ignore it silently.
                 raise InvalidRequest(f"sampling_params.{key} is not supported by this server")
-            if key not in _KNOWN:
+            if key not in PARAMETER_NAMES:
                 raise InvalidRequest(
-                    f"unknown sampling parameter {key!r}, expected one of: {', '.join(_KNOWN)}"
+                    f"unknown sampling parameter {key!r}, expected one of: "
+                    f"{', '.join(PARAMETER_NAMES)}"
                 )
             if value is None:
                 continue
@@ -182,7 +183,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 _REPEAT = re.compile(r"\{\s*(\d+)\s*(?:,\s*\d*\s*)?\}")
 _UNSUPPORTED = frozenset({"beam_width", "custom_params"})
 _INTERNAL = frozenset({"grammar", "until_calls"})
-_KNOWN = (*(name for name in SamplingParams.__struct_fields__ if name not in _INTERNAL), *KINDS)
+PARAMETER_NAMES = (
+    *(name for name in SamplingParams.__struct_fields__ if name not in _INTERNAL),
+    *KINDS,
+)
+"""Keys that `SamplingParams.from_dict` takes."""
 _INTEGERS = (
     "max_new_tokens",
     "min_new_tokens",

@@ -23,7 +23,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def fake(model_dir: Path) -> Iterator[RunningServer]:
     """A server whose scheduler repeats the prompt."""
     program = [str(HERE / "fake_server.py"), "--model-path", str(model_dir)]
-    server = start_server(program, "--served-model-name", "fake-model")
+    # Nobody reads the log while the tests run: lines of refused requests would fill the pipe.
+    server = start_server(program, "--served-model-name", "fake-model", "--log-level", "warning")
     yield server
     server.process.send_signal(signal.SIGINT)
     output = server.process.communicate(timeout=30)[0]
@@ -35,7 +36,7 @@ def scripted(model_dir: Path) -> Iterator[RunningServer]:
     """A server that answers with the script in the prompt; its model reasons and calls tools."""
     program = [str(HERE / "fake_server.py"), "--model-path", str(model_dir)]
     flags = ("--context-length", "8192", "--reasoning-parser", "qwen3", "--api-key", "sesame")
-    server = start_server(program, *flags)
+    server = start_server(program, *flags, "--log-level", "warning")
     yield server
     server.process.send_signal(signal.SIGINT)
     output = server.process.communicate(timeout=30)[0]

@@ -299,6 +299,11 @@ class FakeScheduler:
         )
 
 
+def end_at_once(args: ServerArgs, addresses: Addresses, ready: Connection) -> None:
+    """A scheduler that says nothing."""
+    ready.close()
+
+
 def run_fake_scheduler(args: ServerArgs, addresses: Addresses, ready: Connection) -> None:
     scheduler = FakeScheduler(args, addresses)
     if args.served_model_name == "broken":

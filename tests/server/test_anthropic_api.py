@@ -259,6 +259,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({**ONE, "temperature": -1}, "temperature"),
     ({**ONE, "stop_sequences": [""]}, "stop_sequences"),
     ({**ONE, "output_config": {"format": {"type": "xml"}}}, "output_config"),
+    ({**ONE, "output_format": {"type": "xml"}}, "output_config.format must be"),
+    ({**ONE, "response_format": {"type": "json_object"}}, "use output_config.format"),
+    ({**ONE, "guided_regex": "a"}, "guided_regex is no field of this API"),
+    ({**ONE, "tools": [{**WEATHER, "name": "w" * 129}]}, "1 to 128 letters"),
     ({**ONE, "messages": [{"role": "user", "content": "x" * 9000}]}, "context"),
 ]
 

@@ -69,6 +69,9 @@ BAD_GENERATE: list[tuple[dict[str, Any], str]] = [
     ),
     ({**TEXT, "sampling_params": {"grammar": ["regex", "a", True]}}, "grammar"),
     ({**TEXT, "sampling_params": [{}, {}]}, "sampling_params"),
+    ({**TEXT, "temperature": 0}, "temperature belongs into sampling_params"),
+    ({**TEXT, "max_new_tokens": 4, "sampling_params": {}}, "max_new_tokens belongs into"),
+    ({**TEXT, "json_schema": "{}"}, "json_schema belongs into sampling_params"),
     ({"text": ["a", "b"], "sampling_params": [{}]}, "sampling_params"),
     ({**TEXT, "rid": ""}, "rid"),
     ({**TEXT, "rid": 5}, "rid"),
@@ -112,6 +115,8 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({**CHAT, "tools": [{"type": "function"}]}, "tools[0]"),
     ({**CHAT, "tools": [{"type": "web_search"}]}, "tools[0]"),
     ({**CHAT, "tools": [{"type": "function", "function": {"name": ""}}]}, "name"),
+    ({**CHAT, "tools": [{"type": "function", "function": {"name": "a.b"}}]}, "letters"),
+    ({**CHAT, "tools": [{"type": "function", "function": {"name": "a" * 65}}]}, "1 to 64"),
     ({**CHAT, "tools": [TOOL, TOOL]}, "same name"),
     ({**CHAT, "tools": [TOOL], "tool_choice": "maybe"}, "tool_choice"),
     ({**CHAT, "tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice"),
@@ -137,6 +142,12 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({**CHAT, "response_format": {"type": "structural_tag"}}, "structural_tag"),
     ({**CHAT, "response_format": {"type": "json_object"}, "regex": "a+"}, "two grammars"),
     ({**CHAT, "regex": 5}, "regex"),
+    ({**CHAT, "guided_regex": "(", "guided_choice": ["a"]}, "both guided_regex and guided_choice"),
+    ({**CHAT, "guided_regex": "a", "regex": "a"}, "two grammars"),
+    ({**CHAT, "guided_choice": "a"}, "guided_choice must be a list"),
+    ({**CHAT, "structured_outputs": {"json": [1]}}, "structured_outputs.json: json_schema"),
+    ({**CHAT, "structured_outputs": {"lark": "a"}}, "structured_outputs.lark is not supported"),
+    ({**CHAT, "structured_outputs": "json"}, "structured_outputs must be an object"),
     ({**CHAT, "lora_path": "x"}, "lora_path"),
     ({**CHAT, "continue_final_message": True}, "assistant"),
     ({**CHAT, "chat_template_kwargs": {"tokenize": False}}, "template"),
@@ -229,7 +240,10 @@ def test_unknown_routes_and_methods(fake: RunningServer) -> None:
     reply = fake.get("/v1/nothing")
     assert (reply.status_code, reply.json()["code"]) == (404, 404)
     reply = fake.get("/generate")
-    assert (reply.status_code, reply.json()["code"]) == (405, 405)
+    message = {"message": "/generate does not take GET"}
+    assert (reply.status_code, reply.json()) == (405, {"error": message})
+    reply = fake.get("/v1/messages")
+    assert (reply.status_code, reply.json()["type"]) == (405, "error")
     reply = fake.post("/concate_and_append_request", {"src_rids": [], "dst_rid": "a"})
     assert reply.status_code == 501
     assert "enable_parallel_encoding" in reply.json()["message"]

@@ -31,6 +31,12 @@ def chat(server: RunningServer, lines: str, *flags: str) -> subprocess.Completed
     )
 
 
+def test_a_server_with_a_key(scripted: RunningServer) -> None:
+    with pytest.raises(ChatError, match=r"key is missing or wrong \(status 401\); --api-key KEY"):
+        ChatClient(scripted.url).model()
+    assert ChatClient(scripted.url, "sesame").model()
+
+
 def test_in_a_pipe(fake: RunningServer) -> None:
     lines = "one\n\n/system Be brief.\n/system\ntwo\n/bogus\n/reset\nthree\n/exit\nfour\n"
     done = chat(fake, lines, "--max-tokens", "12", "--temperature", "0")

@@ -89,6 +89,12 @@ def test_wrong_settings() -> None:
         Engine(model_path="/nonexistent")
 
 
+def test_a_process_that_ends_without_a_word(model_dir: Path) -> None:
+    """As it does where the script has no guard."""
+    with pytest.raises(LaunchError, match=r"while starting\. A script that .* `if __name__ == "):
+        Engine(model_path=str(model_dir), scheduler="fake_scheduler:end_at_once")
+
+
 def test_made_in_a_thread_that_ends(model_dir: Path) -> None:
     """The children live as long as the program, and end with the engine."""
     made: list[Engine] = []

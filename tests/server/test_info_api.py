@@ -27,7 +27,8 @@ def test_server_info(fake: RunningServer, path: str) -> None:
     body = fake.get(path).json()
     assert body["kv_profile"] == "minima"
     assert body["page_size"] == 16
-    assert body["max_total_num_tokens"] == 400
+    assert body["max_total_num_tokens"] == body["max_model_len"] == 400
+    assert body["context_length"] == 512
     assert body["tp_size"] == body["dp_size"] == 1
     assert body["internal_states"][0]["cache"]["arena_bytes"] == 400
     assert body["cache"]["kinds"]["fp8"]["pages_used"] == 3
@@ -62,5 +63,5 @@ def test_load(fake: RunningServer) -> None:
 
 @pytest.mark.parametrize("path", ["/start_profile", "/stop_profile"])
 def test_profile(fake: RunningServer, path: str) -> None:
-    assert fake.get(path).status_code == 200
-    assert fake.post(path, {}).status_code == 200
+    assert fake.get(path).status_code == 501
+    assert fake.post(path, {}).json()["type"] == "NotImplementedError"

@@ -161,10 +161,16 @@ def test_completion_echo_and_logprobs(client: openai.OpenAI) -> None:
     assert choice.logprobs.text_offset == [0, 1, 2, 3, 4]
     assert choice.logprobs.token_logprobs[0] is None
     assert choice.logprobs.top_logprobs[0] is None
-    assert all(len(row) == 2 for row in choice.logprobs.top_logprobs[1:])
+    for token, row in zip(
+        choice.logprobs.tokens[1:], choice.logprobs.top_logprobs[1:], strict=True
+    ):
+        assert len(row) == 2
+        assert token in row
     only = client.completions.create(model="m", prompt="abc", max_tokens=0, echo=True, logprobs=0)
     assert only.choices[0].text == "abc"
     assert only.choices[0].logprobs.tokens == ["a", "b", "c"]
+    # The token itself is always among those told.
+    assert [list(row or {}) for row in only.choices[0].logprobs.top_logprobs] == [[], ["b"], ["c"]]
 
 
 @pytest.mark.parametrize("echo", [False, True])
@@ -209,7 +215,7 @@ def test_refused(client: openai.OpenAI) -> None:
 def test_models(client: openai.OpenAI, fake: RunningServer) -> None:
     assert [model.id for model in client.models.list()] == ["fake-model"]
     assert client.models.retrieve("fake-model").id == "fake-model"
-    assert fake.get("/v1/models").json()["data"][0]["max_model_len"] == 512
+    assert fake.get("/v1/models").json()["data"][0]["max_model_len"] == 400
     missing = fake.get("/v1/models/other/name")
     assert missing.status_code == 404
     assert missing.json()["error"]["code"] == "model_not_found"

@@ -17,6 +17,7 @@ from server_kit import HERE, RunningServer, start_server
 
 SLOW = {"text": "abc", "sampling_params": {"max_new_tokens": 400}}
 KEY = {"Authorization": "Bearer sesame"}
+WRONG_KEY = "the API key is missing or wrong"
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> None:
@@ -61,7 +62,17 @@ def strict(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     assert "Traceback" not in output
     assert "curl http://127.0.0.1" in output
     assert "400 tokens fit" in output
+    assert "a sequence may have 400 tokens" in output
+    assert f"Chat: python -m sglang_minima.chat --url {server.url} --api-key KEY\n" in output
+    assert f"Watch it: {server.url}/dashboard. " in output
+    assert "INFO SIGTERM: 0 requests running.\n" in output
     assert "sesame" not in output
+    # Refusals are logged, without what the client wrote.
+    assert f"INFO POST /generate 401: {WRONG_KEY}\n" in output
+    assert "INFO GET /secret%0Aplan 404: there is no route /secretplan\n" in output
+    assert "INFO POST /generate 400: unknown sampling parameter ..., expected one of\n" in output
+    assert "shibboleth" not in output
+    assert "/ping" not in output
     assert re.search(r'Finish: \{"rid": "slow-1", .*"prompt_tokens": 3, "cached_tokens": 2', output)
     assert not psutil.wait_procs(children, timeout=5)[1]
     assert not list(temporary.iterdir())
@@ -72,12 +83,48 @@ def test_key(strict: RunningServer) -> None:
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "sesame"}):
         reply = strict.generate(body, headers=headers)
         assert reply.status_code == 401
-        assert reply.json() == {"error": "Unauthorized"}
-        assert strict.get("/v1/models", headers=headers).status_code == 401
+        assert reply.json() == {"error": {"message": WRONG_KEY}}
+        refused = strict.get("/v1/models", headers=headers)
+        assert refused.status_code == refused.json()["code"] == 401
+        assert refused.json()["message"] == WRONG_KEY
     assert strict.generate(body, headers=KEY).status_code == 200
-    for path in ("/health", "/health_generate", "/metrics"):
+    for path in ("/health", "/health_generate", "/ready", "/ping", "/metrics"):
         assert strict.get(path).status_code == 200
     assert strict.get("/server_info", headers=KEY).json()["api_key"] == "***"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_answers_tell_the_id_of_their_request(strict: RunningServer, stream: bool) -> None:
+    body = {"prompt": "abc", "max_tokens": 1, "stream": stream, "rid": "mine"}
+    reply = strict.post("/v1/completions", body, headers=KEY)
+    assert reply.headers["x-request-id"] == "mine"
+    native = {"text": "abc", "sampling_params": {"max_new_tokens": 1}, "stream": stream}
+    reply = strict.generate(native, headers=KEY)
+    assert reply.headers["x-request-id"] in reply.text
+    assert strict.generate({**native, "rid": "ä"}, headers=KEY).headers.get("x-request-id") is None
+
+
+def test_refusals_for_the_log(strict: RunningServer) -> None:
+    assert strict.get("/secret%0Aplan", headers=KEY).status_code == 404
+    body = {"text": "shibboleth", "sampling_params": {"shibboleth": 1}}
+    assert strict.generate(body, headers=KEY).status_code == 400
+
+
+def test_browsers_of_other_origins_may_ask(strict: RunningServer) -> None:
+    origin = {"Origin": "http://elsewhere.test"}
+    asks = {"Access-Control-Request-Method": "POST"}
+    asks["Access-Control-Request-Headers"] = "authorization, content-type"
+    url = f"{strict.url}/v1/chat/completions"
+    preflight = requests.options(url, headers={**origin, **asks}, timeout=10)
+    assert preflight.status_code == 200
+    assert preflight.headers["access-control-allow-origin"] == "*"
+    assert "authorization" in preflight.headers["access-control-allow-headers"].lower()
+    assert "access-control-allow-credentials" not in preflight.headers
+    # The answer can be read, and it needs the key.
+    for headers, status in ((origin, 401), ({**origin, **KEY}, 200)):
+        reply = strict.get("/v1/models", headers=headers)
+        assert reply.status_code == status
+        assert reply.headers["access-control-allow-origin"] == "*"
 
 
 def test_dashboard_shows_its_data_with_the_key_only(strict: RunningServer) -> None:
@@ -151,15 +198,12 @@ def test_abort_of_a_batch(strict: RunningServer) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_disconnect_aborts(strict: RunningServer, path: str, stream: bool) -> None:
     rid = f"slow-gone-{path.rsplit('/', 1)[-1]}-{stream}"
-    body = {
-        **SLOW,
-        "prompt": "abc",
-        "messages": [{"role": "user", "content": "hi"}],
-        "max_tokens": 400,
-        "stream": stream,
-        "rid": rid,
-        "ignore_eos": True,
-    }
+    body = {"stream": stream, "rid": rid}
+    if path == "/generate":
+        body |= SLOW
+    else:
+        messages = [{"role": "user", "content": "hi"}]
+        body |= {"prompt": "abc", "messages": messages, "max_tokens": 400, "ignore_eos": True}
     if stream:
         with strict.post(path, body, headers=KEY, stream=True) as reply:
             next(reply.iter_lines())

@@ -55,6 +55,7 @@ def add_anthropic_routes(
         sampling = body.sampling(vocab_size, chat.structural_tag)
         sampling = chat.guide(sampling)
         name = f"msg_{uuid.uuid4().hex[:24]}"
+        request.state.request_id = name
         reply = Reply(name, body.model or model_name, body.max_tokens, body.marks_cache, page_size)
         generation = await manager.submit([PromptInput(chat.prompt, sampling, name)], name)
         parser = chat.make_parser()

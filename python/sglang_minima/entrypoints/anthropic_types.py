@@ -10,7 +10,10 @@ import msgspec
 from sglang_minima.entrypoints.anthropic_messages import chat_messages
 from sglang_minima.entrypoints.conversation import Conversation
 from sglang_minima.entrypoints.tools import NO_TOOLS, Tool, ToolChoice, make_tool
+from sglang_minima.entrypoints.unsupported import is_set
 from sglang_minima.sampling_params import InvalidRequest, SamplingParams
+
+_MAX_TOOL_NAME = 128
 
 
 class CountBody(msgspec.Struct, kw_only=True):
@@ -23,6 +26,8 @@ class CountBody(msgspec.Struct, kw_only=True):
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
+    output_format: dict[str, Any] | None = None
+    """The older place of `output_config.format`."""
     cache_control: dict[str, Any] | None = None
 
     def conversation(self) -> Conversation:
@@ -55,6 +60,15 @@ class MessagesBody(CountBody, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    response_format: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    structured_outputs: Any = None
+    regex: Any = None
+    ebnf: Any = None
+    json_schema: Any = None
 
     def sampling(self, vocab_size: int, structural_tag: str | None) -> SamplingParams:
         """The sampling parameters; `structural_tag` is the grammar of forced tool calls."""
@@ -67,7 +81,10 @@ class MessagesBody(CountBody, kw_only=True):
         }
         if structural_tag is not None:
             values["structural_tag"] = structural_tag
-        output_format = (self.output_config or {}).get("format")
+        for name in _FOREIGN_FORMATS:
+            if is_set(getattr(self, name)):
+                raise InvalidRequest(f"{name} is no field of this API: use output_config.format")
+        output_format = (self.output_config or {}).get("format", self.output_format)
         if output_format is not None:
             if not isinstance(output_format, dict) or output_format.get("type") != "json_schema":
                 raise InvalidRequest("output_config.format must be of type json_schema")
@@ -86,6 +103,17 @@ class MessagesBody(CountBody, kw_only=True):
         return any(_marks([self.cache_control, self.system, self.tools, self.messages]))
 
 
+_FOREIGN_FORMATS = (
+    "response_format",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "structured_outputs",
+    "regex",
+    "ebnf",
+    "json_schema",
+)
 _RENAMED = (("max_new_tokens", "max_tokens"), ("stop ", "stop_sequences "))
 
 
@@ -105,7 +133,14 @@ def _tool(where: str, raw: dict[str, Any]) -> Tool:
     if not isinstance(raw.get("input_schema"), dict):
         raise InvalidRequest(f"{where} needs an input_schema")
     strict = raw.get("strict") is True
-    return make_tool(raw.get("name"), raw.get("description"), raw["input_schema"], strict, where)
+    return make_tool(
+        raw.get("name"),
+        raw.get("description"),
+        raw["input_schema"],
+        strict,
+        where,
+        _MAX_TOOL_NAME,
+    )
 
 
 def _choice(raw: dict[str, Any] | None, tools: list[Tool]) -> tuple[ToolChoice, bool]:

@@ -7,9 +7,10 @@ import hmac
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sglang_minima.dashboard.assets import PATHS
-from sglang_minima.entrypoints.errors import HttpError, anthropic_error, json_response
+from sglang_minima.entrypoints.errors import HttpError, error_body_of, json_response
 
-OPEN_PATHS = frozenset({"/health", "/health_generate", "/metrics"}) | PATHS
+PROBE_PATHS = frozenset({"/health", "/health_generate", "/ready", "/ping", "/metrics"})
+OPEN_PATHS = PROBE_PATHS | PATHS
 """Probes and scrapers come without a key; so does the dashboard's page, which then asks for it."""
 
 
@@ -22,9 +23,8 @@ class KeyAuth:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._known(scope):
-            body: dict[str, object] = {"error": "Unauthorized"}
-            if scope["path"].startswith("/v1/messages"):
-                body = anthropic_error(HttpError(401, "the API key is missing or wrong"))
+            failure = HttpError(401, "the API key is missing or wrong")
+            body = error_body_of(scope["path"])(failure)
             await json_response(body, 401)(scope, receive, send)
             return
         await self._app(scope, receive, send)

@@ -51,6 +51,7 @@ def add_chat_route(
         sampling = body.sampling(body.output_limit(), vocab_size, chat.structural_tag)
         sampling = chat.guide(sampling)
         request_id = body.request_id("chatcmpl", uuid.uuid4().hex)
+        request.state.request_id = request_id
         top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         inputs = [body.prompt_input(chat.prompt, request_id, sampling, top_logprobs)]
         generation = await manager.submit(inputs, request_id)

@@ -13,10 +13,18 @@ from typing import Any, TypeVar
 from sglang_minima.entrypoints.generate_input import GenerateCall, parse_generate
 from sglang_minima.entrypoints.info_api import ServerStatus, server_info
 from sglang_minima.entrypoints.native_api import collect_replies, stream_replies
-from sglang_minima.processes import SCHEDULER, load_tokenizer, resolve_model, start
+from sglang_minima.processes import (
+    SCHEDULER,
+    LaunchError,
+    ProcessDied,
+    load_tokenizer,
+    resolve_model,
+    start,
+)
 from sglang_minima.server_args import ServerArgs
 from sglang_minima.tokenization.manager import ModelLimits, TokenizerManager
 
+_GUARD = 'A script that makes an Engine needs `if __name__ == "__main__":` around it.'
 T = TypeVar("T")
 Reply = Any
 """One `/generate` reply (text, output_ids, meta_info), or a list of them for a batch or n > 1."""
@@ -47,6 +55,9 @@ class Engine:
         try:
             self.tokenizer = load_tokenizer(resolved)
             info = self._group.wait_ready()
+        except ProcessDied as error:
+            self._group.stop()
+            raise LaunchError(f"{error}. {_GUARD}") from None
         except BaseException:
             self._group.stop()
             raise

@@ -90,6 +90,13 @@ def anthropic_error(error: HttpError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
+def error_body_of(path: str) -> ErrorBody:
+    """The shape of errors that never reach the route of a path."""
+    if path == "/generate":
+        return native_error
+    return anthropic_error if path.startswith("/v1/messages") else openai_error
+
+
 def openai_stream_error(error: HttpError) -> dict[str, Any]:
     """The event that an OpenAI route sends when a stream has already begun."""
     return {"error": openai_error(error)}

@@ -8,12 +8,13 @@ from typing import Any, TypeVar
 import msgspec
 
 from sglang_minima.entrypoints.unsupported import EngineExtras
-from sglang_minima.sampling_params import InvalidRequest, SamplingParams
+from sglang_minima.sampling_params import PARAMETER_NAMES, InvalidRequest, SamplingParams
 from sglang_minima.tokenization.inputs import PromptInput, namespace_of
 
 T = TypeVar("T")
 
 MAX_TOP_LOGPROBS = 256
+_SAMPLING_NAMES = frozenset(PARAMETER_NAMES) | {"max_tokens"}
 MAX_RID_LENGTH = 256
 
 
@@ -72,6 +73,10 @@ def parse_generate(raw: Any, vocab_size: int) -> GenerateCall:
     """
     body = convert_body(raw, GenerateBody)
     body.refuse_extras()
+    for name in raw:
+        if raw[name] is not None and name in _SAMPLING_NAMES:
+            # Ignored, it would change the answer without a word.
+            raise InvalidRequest(f"{name} belongs into sampling_params")
     prompts, batch = _prompts(body)
     size = len(prompts)
     rids, group = _rids(body.rid, size, batch)

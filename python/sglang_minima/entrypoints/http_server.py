@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -12,16 +13,18 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
 from sglang_minima.dashboard.history import LatencyWindow
 from sglang_minima.dashboard.routes import Dashboard
+from sglang_minima.entrypoints.access_log import AccessLog
 from sglang_minima.entrypoints.anthropic_api import add_anthropic_routes
 from sglang_minima.entrypoints.auth import KeyAuth
 from sglang_minima.entrypoints.chat_api import add_chat_route
 from sglang_minima.entrypoints.conversation import ChatRenderer
-from sglang_minima.entrypoints.errors import HttpError, json_response, openai_error
+from sglang_minima.entrypoints.errors import HttpError, error_body_of, json_response
 from sglang_minima.entrypoints.http_metrics import CountRequests
 from sglang_minima.entrypoints.info_api import ServerStatus, add_info_routes, probe
 from sglang_minima.entrypoints.metrics import ServerMetrics
@@ -53,20 +56,29 @@ class _DrainingServer(uvicorn.Server):
     Args:
         config: of the server.
         give_up: called when requests still run `drain_seconds` after the server began to end.
+        running: how many requests run.
     """
 
-    def __init__(self, config: uvicorn.Config, give_up: Callable[[], None]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, give_up: Callable[[], None], running: Callable[[], int]
+    ) -> None:
         super().__init__(config)
         self.drain_seconds = _DRAIN_SECONDS
         self._give_up = give_up
+        self._running = running
+        self._signal: str | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         super().handle_exit(sig, frame)
         # A second Ctrl-C would tear everything down in the middle of the answers.
         self.force_exit = False
+        self._signal = signal.Signals(sig).name
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         loop = asyncio.get_running_loop()
+        if self._signal is not None:
+            wait = f", waiting up to {self.drain_seconds:g} s" if self._running() else ""
+            logger.info("%s: %d requests running%s.", self._signal, self._running(), wait)
         timers = (
             loop.call_later(self.drain_seconds, self._give_up),
             loop.call_later(self.drain_seconds + _DEAF_SECONDS, self._cut_connections),
@@ -115,7 +127,7 @@ class HttpServer:
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             backlog=_BACKLOG,
         )
-        self._server = _DrainingServer(config, self._end_requests)
+        self._server = _DrainingServer(config, self._end_requests, self._num_running)
         self._manager: TokenizerManager | None = None
         for name in ("uvicorn", "uvicorn.error"):
             logging.getLogger(name).setLevel(
@@ -139,7 +151,16 @@ class HttpServer:
         app.add_exception_handler(Exception, _unexpected)
         if self._args.api_key is not None:
             app.add_middleware(KeyAuth, api_key=self._args.api_key)
-        # Added last, it comes first: what the key refuses counts too.
+        # Added later, it comes earlier: a browser asks without the key whether it may ask, and
+        # what the key refuses counts too.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=["*"],
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id"],
+        )
+        app.add_middleware(AccessLog)
         app.add_middleware(CountRequests, metrics=self._metrics.http)
         return app
 
@@ -188,6 +209,9 @@ class HttpServer:
             observers.append(RequestLog(self._args.log_requests_level, self._tokenizer))
         return observers
 
+    def _num_running(self) -> int:
+        return 0 if self._manager is None else self._manager.num_running
+
     def _end_requests(self) -> None:
         if self._manager is not None:
             self._manager.fail("the server is shutting down")
@@ -212,10 +236,10 @@ async def _http_exception(request: Request, error: Exception) -> Response:
     elif error.status_code == 405:
         message = f"{request.url.path} does not take {request.method}"
     failure = HttpError(error.status_code, message)
-    return json_response(openai_error(failure), failure.status)
+    return json_response(error_body_of(request.url.path)(failure), failure.status)
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:
     logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
     failure = HttpError(500, f"internal error: {type(error).__name__}")
-    return json_response(openai_error(failure), 500)
+    return json_response(error_body_of(request.url.path)(failure), 500)

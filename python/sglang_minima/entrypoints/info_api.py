@@ -21,7 +21,7 @@ from sglang_minima.entrypoints.sse import answering_errors
 from sglang_minima.sampling_params import SamplingParams
 from sglang_minima.server_args import ServerArgs
 from sglang_minima.tokenization.inputs import PromptInput
-from sglang_minima.tokenization.manager import QueueFull, TokenizerManager
+from sglang_minima.tokenization.manager import ModelLimits, QueueFull, TokenizerManager
 from sglang_minima.tokenization.state import EngineDead
 
 EMBEDDED_MODEL_NAME = "SmolLM2-135M-Instruct"
@@ -60,6 +60,11 @@ class ServerStatus:
         return self.args.served_model_name or self.model_path
 
     @property
+    def max_model_len(self) -> int:
+        """Tokens that one sequence may have."""
+        return ModelLimits.from_info(self.model_info).longest_sequence
+
+    @property
     def tokenizer_path(self) -> str:
         return self.args.tokenizer_path or self.model_dir
 
@@ -93,6 +98,7 @@ def server_info(status: ServerStatus, scheduler: dict[str, Any]) -> dict[str, An
         "model_path": status.model_path,
         "served_model_name": status.model_name,
         "tokenizer_path": status.tokenizer_path,
+        "max_model_len": status.max_model_len,
         "tp_size": 1,
         "dp_size": 1,
         "startup_time": status.started,
@@ -185,8 +191,9 @@ def add_info_routes(
             return json_response({"ok": True})
         return json_response({"ok": False, "violation": reply.value}, 500)
 
+    @answering_errors(openai_error)
     async def profile(request: Request) -> Response:
-        return Response(status_code=200)
+        raise HttpError(501, "there is no profiler here; attach one to the process from outside")
 
     @answering_errors(openai_error)
     async def concatenate(request: Request) -> Response:

@@ -31,6 +31,7 @@ def add_native_routes(app: FastAPI, manager: TokenizerManager) -> None:
     async def generate(request: Request) -> Response:
         call = parse_generate(await read_json(request), manager.limits.vocab_size)
         generation = await manager.submit(call.prompts, call.group)
+        request.state.request_id = call.group or generation.states[0].rid
         if call.stream:
             events = stream_replies(call, generation)
             return EventStream(events, generation, native_error, native_stream_error)

@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import FastAPI
@@ -98,6 +99,7 @@ def add_openai_routes(app: FastAPI, manager: TokenizerManager, model_name: str) 
         limit = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
         sampling = body.sampling(limit, manager.limits.vocab_size)
         request_id = body.request_id("cmpl", uuid.uuid4().hex)
+        request.state.request_id = request_id
         echoes: list[str | None] = []
         for prompt in prompts:
             echoes += [_prompt_text(manager, prompt) if body.echo else None] * sampling.n
@@ -127,6 +129,7 @@ def add_openai_routes(app: FastAPI, manager: TokenizerManager, model_name: str) 
         return json_response({**reply, "usage": usage(generation.states)})
 
     def card() -> dict[str, Any]:
+        # The second half is for Anthropic's clients.
         return {
             "id": model_name,
             "object": "model",
@@ -134,11 +137,15 @@ def add_openai_routes(app: FastAPI, manager: TokenizerManager, model_name: str) 
             "owned_by": "sglang_minima",
             "root": model_name,
             "parent": None,
-            "max_model_len": manager.limits.context_length,
+            "max_model_len": manager.limits.longest_sequence,
+            "type": "model",
+            "display_name": model_name,
+            "created_at": datetime.fromtimestamp(started, UTC).isoformat(),
         }
 
     async def models(request: Request) -> Response:
-        return json_response({"object": "list", "data": [card()]})
+        pages = {"has_more": False, "first_id": model_name, "last_id": model_name}
+        return json_response({"object": "list", "data": [card()], **pages})
 
     async def model(request: Request) -> Response:
         name = request.path_params["name"]

@@ -100,6 +100,7 @@ def completion_logprobs(
 ) -> dict[str, Any]:
     """The `logprobs` object of a text completion; `offset` is where its text begins."""
     texts = [text for _, _, text in tokens]
+    rows = top or [[] for _ in tokens]
     offsets = []
     for text in texts:
         offsets.append(offset)
@@ -109,9 +110,17 @@ def completion_logprobs(
         "token_logprobs": [value for value, _, _ in tokens],
         "text_offset": offsets,
         "top_logprobs": [
-            None if row is None else {text: value for value, _, text in row} for row in top
+            None if row is None or token[0] is None else _by_text(row, token)
+            for row, token in zip(rows, tokens, strict=True)
         ],
     }
+
+
+def _by_text(row: list[Triple], chosen: Triple) -> dict[str, float | None]:
+    """The likeliest tokens, and the chosen one behind them if it is none of them."""
+    found = {text: value for value, _, text in row}
+    found.setdefault(chosen[2], chosen[0])
+    return found
 
 
 def chat_logprobs(

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from sglang_minima.entrypoints.generate_input import check_range, check_rid
-from sglang_minima.entrypoints.response_format import format_grammar
+from sglang_minima.entrypoints.response_format import format_grammar, guided_grammar
 from sglang_minima.entrypoints.unsupported import EngineExtras
 from sglang_minima.grammar.spec import KINDS
 from sglang_minima.sampling_params import InvalidRequest, SamplingParams
@@ -55,6 +55,11 @@ class CommonBody(EngineExtras, kw_only=True):
     ebnf: Any = None
     json_schema: Any = None
     structural_tag: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    structured_outputs: Any = None
 
     def check_supported(self, names: tuple[str, ...] = ()) -> None:
         """Raises `InvalidRequest` for what cannot be honoured and must not be ignored."""
@@ -77,9 +82,16 @@ class CommonBody(EngineExtras, kw_only=True):
             if any(getattr(self, kind) for kind in KINDS):
                 raise InvalidRequest(f"forced tool calls exclude {', '.join(KINDS)}")
             values["structural_tag"] = structural_tag
-        grammar = format_grammar(self.response_format)
+        guided = {kind: getattr(self, f"guided_{kind}") for kind in _GUIDED}
+        grammars = (
+            format_grammar(self.response_format),
+            guided_grammar(guided, self.structured_outputs),
+        )
         try:
-            return SamplingParams.from_dict(values, vocab_size).with_grammar(grammar)
+            sampling = SamplingParams.from_dict(values, vocab_size)
+            for grammar in grammars:
+                sampling = sampling.with_grammar(grammar)
+            return sampling
         except InvalidRequest as error:
             message = str(error).removeprefix("sampling_params").lstrip(".: ")
             for ours, theirs in _RENAMED:
@@ -112,6 +124,7 @@ class CommonBody(EngineExtras, kw_only=True):
         return f"{prefix}-{fresh}" if self.rid is None else check_rid(self.rid)
 
 
+_GUIDED = ("json", "regex", "choice", "grammar")
 _SAME_NAME = (
     *KINDS,
     "n",

@@ -70,7 +70,7 @@ def add_tokenize_routes(app: FastAPI, manager: TokenizerManager, renderer: ChatR
             if isinstance(body.prompt, str):
                 tokens, count = rows[0], len(rows[0])
         return json_response(
-            {"tokens": tokens, "count": count, "max_model_len": limits.context_length}
+            {"tokens": tokens, "count": count, "max_model_len": limits.longest_sequence}
         )
 
     @answering_errors(openai_error)

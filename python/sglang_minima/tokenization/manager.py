@@ -57,6 +57,11 @@ class ModelLimits:
     context_length: int
     max_total_tokens: int
 
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens that one sequence may have: the context, or what of it the arena holds."""
+        return min(self.context_length, self.max_total_tokens)
+
     @classmethod
     def from_info(cls, info: dict[str, Any]) -> ModelLimits:
         """From what the scheduler reports when it is ready."""
