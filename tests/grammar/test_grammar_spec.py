@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from sglang_minima.entrypoints.generate_input import convert_body
+from sglang_minima.entrypoints.openai_types import CompletionBody
 from sglang_minima.grammar.json_strings import json_contents, unsafe_pattern
 from sglang_minima.grammar.spec import MAX_CHARACTERS, Grammar
 from sglang_minima.sampling_params import InvalidRequest, SamplingParams
@@ -20,6 +22,22 @@ def test_equal_schemas_are_one_grammar() -> None:
     assert Grammar.json_schema(schema) == Grammar.json_schema(spaced)
     assert Grammar.json_schema(schema) != Grammar.json_schema(schema, strict=False)
     assert hash(Grammar.json_schema(schema)) == hash(Grammar.json_schema(spaced))
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "expected"),
+    [
+        ("json", {"type": "integer"}, Grammar.json_schema({"type": "integer"})),
+        ("regex", "a+", Grammar("regex", "a+")),
+        ("choice", ["a.b", "c"], Grammar("regex", r"a\.b|c")),
+        ("grammar", 'root ::= "a"', Grammar("ebnf", 'root ::= "a"')),
+    ],
+)
+def test_fields_of_vllm(kind: str, value: Any, expected: Grammar) -> None:
+    given = {f"guided_{kind}": value}
+    for fields in (given, {"structured_outputs": {kind: value, "regex_": None}}):
+        body = convert_body({"prompt": "x", **fields}, CompletionBody)
+        assert body.sampling(8, 100).grammar == expected
 
 
 def test_the_older_structural_tag_becomes_the_newer() -> None:

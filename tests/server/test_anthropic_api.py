@@ -48,6 +48,14 @@ def test_text(client: Any) -> None:
     assert message.usage.output_tokens == len("Hello.") + 1
 
 
+def test_models(client: Any) -> None:
+    (model,) = client.models.list().data
+    assert model.type == "model"
+    assert model.display_name == model.id
+    assert model.created_at.tzinfo is not None
+    assert client.models.retrieve(model.id) == model
+
+
 def test_stop_sequence_and_limit(client: Any) -> None:
     message = ask(client, "one, two; three", stop_sequences=[";"])
     assert message.content[0].text == "one, two"
