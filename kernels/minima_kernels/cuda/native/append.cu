@@ -1,46 +1,16 @@
 // A step's new rows of one layer: RoPE on queries and keys, rotation of keys and values, and their
 // place in open pages. One warp per row and head: query heads, KV heads of K, KV heads of V.
 // Macros: HEAD_DIM, FORMAT of the pages (0 FP8, 1 F16, 2 BF16).
-#include <cuda_bf16.h>
 #include <cuda_fp8.h>
 
-#include "common.cuh"
+#include "channels.cuh"
 
-constexpr int OWN = HEAD_DIM / 32;  // consecutive channels of a lane
 constexpr float E4M3_MAX = 448.f, MIN_SCALE = 6.103515625e-05f;
 
-__device__ __forceinline__ float load_value(const void* x, size_t index, int dtype) {
-  if (dtype == 0) return static_cast<const float*>(x)[index];
-  if (dtype == 1) return __half2float(static_cast<const __half*>(x)[index]);
-  return __bfloat162float(static_cast<const __nv_bfloat16*>(x)[index]);
-}
 __device__ __forceinline__ void store_value(void* x, size_t index, int dtype, float value) {
   if (dtype == 0) static_cast<float*>(x)[index] = value;
   else if (dtype == 1) static_cast<__half*>(x)[index] = __float2half(value);
   else static_cast<__nv_bfloat16*>(x)[index] = __float2bfloat16(value);
-}
-
-__device__ __forceinline__ void rotate_basis(float (&v)[OWN], const float* signs, int lane) {
-#pragma unroll
-  for (int e = 0; e < OWN; e++)
-    if (signs) v[e] *= signs[lane * OWN + e];
-#pragma unroll
-  for (int s = 1; s < OWN; s <<= 1)
-#pragma unroll
-    for (int e = 0; e < OWN; e++)
-      if (!(e & s)) {
-        const float x = v[e], y = v[e | s];
-        v[e] = x + y, v[e | s] = x - y;
-      }
-#pragma unroll
-  for (int s = 1; s < 32; s <<= 1)
-#pragma unroll
-    for (int e = 0; e < OWN; e++) {
-      const float other = __shfl_xor_sync(~0u, v[e], s);
-      v[e] = lane & s ? other - v[e] : v[e] + other;
-    }
-#pragma unroll
-  for (int e = 0; e < OWN; e++) v[e] *= rsqrtf((float)HEAD_DIM);
 }
 
 // `codes`, `scales`: of this head in the page.

@@ -5,11 +5,7 @@
 //   halves: the sum of two 16-bit floats, in the order of 16-byte pieces of FP8 rows (also of key means)
 //           and, where BF16 or F16 pages are read, in the plain order.
 // Macro: HEAD_DIM.
-#include <cuda_bf16.h>
-
-#include "common.cuh"
-
-constexpr int OWN = HEAD_DIM / 32;  // consecutive channels of a lane
+#include "channels.cuh"
 
 struct Halves {
   uint32_t high, low;
@@ -26,12 +22,6 @@ __device__ __forceinline__ Halves split(float x, float y, bool bf16) {
   return {h, pack_half2(x - f.x, y - f.y)};
 }
 
-__device__ __forceinline__ float load_value(const void* q, size_t index, int dtype) {
-  if (dtype == 0) return static_cast<const float*>(q)[index];
-  if (dtype == 1) return __half2float(static_cast<const __half*>(q)[index]);
-  return __bfloat162float(static_cast<const __nv_bfloat16*>(q)[index]);
-}
-
 // `columns[tile][8]`: row * query heads + head within the group, or -1. `dtype`: 0 float32, 1 float16,
 // 2 bfloat16. `q_bytes` may be null, `plain` too (`plain_bf16` says what it holds). With `rotate` the
 // columns are first transformed by the normalised Hadamard matrix after `signs` (may be null).
@@ -46,29 +36,10 @@ extern "C" __global__ void __launch_bounds__(256)
   float v[OWN];
 #pragma unroll
   for (int e = 0; e < OWN; e++) {
-    const int d = lane * OWN + e;
-    v[e] = column < 0 ? 0.f : load_value(q, (size_t)(column + head * group) * HEAD_DIM + d, dtype);
-    if (rotate && signs) v[e] *= signs[d];
+    const size_t at = (size_t)(column + head * group) * HEAD_DIM + lane * OWN + e;
+    v[e] = column < 0 ? 0.f : load_value(q, at, dtype);
   }
-  if (rotate) {
-#pragma unroll
-    for (int s = 1; s < OWN; s <<= 1)
-#pragma unroll
-      for (int e = 0; e < OWN; e++)
-        if (!(e & s)) {
-          const float x = v[e], y = v[e | s];
-          v[e] = x + y, v[e | s] = x - y;
-        }
-#pragma unroll
-    for (int s = 1; s < 32; s <<= 1)
-#pragma unroll
-      for (int e = 0; e < OWN; e++) {
-        const float other = __shfl_xor_sync(~0u, v[e], s);
-        v[e] = lane & s ? other - v[e] : v[e] + other;
-      }
-#pragma unroll
-    for (int e = 0; e < OWN; e++) v[e] *= rsqrtf((float)HEAD_DIM);
-  }
+  if (rotate) rotate_basis(v, signs, lane);
   float largest = 0.f;
 #pragma unroll
   for (int e = 0; e < OWN; e++) largest = fmaxf(largest, fabsf(v[e]));
