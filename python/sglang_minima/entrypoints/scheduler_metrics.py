@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -20,133 +20,201 @@ from prometheus_client.registry import Collector
 
 Info = dict[str, Any]
 Samples = dict[tuple[str, ...], float]
+Kind = type[GaugeMetricFamily] | type[CounterMetricFamily]
 
 RANK = {"engine_type": "unified", "tp_rank": "0", "pp_rank": "0"}
 """Labels by which dashboards of SGLang may filter; one scheduler serves all here."""
 
-_SGLANG_GAUGES: dict[str, tuple[str, Callable[[Info], float]]] = {
-    "num_running_reqs": (
-        "Sequences being decoded or prefilled",
-        lambda info: info["num_running_reqs"],
+
+class Family(NamedTuple):
+    """What a metric says: one number, or one for each combination of values of its labels."""
+
+    text: str
+    value: Callable[[Info], float | Samples]
+    labels: tuple[str, ...] = ()
+
+
+def _cache(key: str) -> Callable[[Info], float]:
+    return lambda info: info["cache"][key]
+
+
+def _statistic(key: str) -> Callable[[Info], float]:
+    return lambda info: info["statistics"][key]
+
+
+def _evictable(info: Info) -> int:
+    return int(info["cache"]["pages_evictable"] * info["page_size"])
+
+
+def _throughput(info: Info) -> float:
+    return info["statistics"]["last_gen_throughput"] if info["num_running_reqs"] else 0.0
+
+
+def _by_mode(info: Info) -> Samples:
+    counts = info["statistics"]
+    return {
+        ("prefill_compute",): counts["computed_prompt_tokens"],
+        ("prefill_cache",): counts["cached_tokens"],
+        ("decode",): counts["generated_tokens"],
+    }
+
+
+def _by_kind(info: Info) -> Samples:
+    return {(kind,): count for kind, count in info["statistics"]["cached_tokens_by_kind"].items()}
+
+
+def _by_tier(key: str) -> Callable[[Info], Samples]:
+    return lambda info: {(tier,): entry[key] for tier, entry in info["cache"]["tiers"].items()}
+
+
+def _by_state(what: str, *states: str) -> Callable[[Info], Samples]:
+    return lambda info: {
+        (kind, state): entry[f"{what}_{state}"]
+        for kind, entry in info["cache"]["kinds"].items()
+        for state in states
+    }
+
+
+def _retiered(info: Info) -> Samples:
+    counts = info["cache"]["counters"]["retiered_pages"]
+    return {tuple(kinds.split("->")): count for kinds, count in counts.items()}
+
+
+def _routes(info: Info) -> Samples:
+    return {
+        (route["operation"], route["route"], route["reason"]): route["count"]
+        for route in info["routes"]
+    }
+
+
+_SGLANG_GAUGES = {
+    "num_running_reqs": Family(
+        "Sequences being decoded or prefilled", lambda info: info["num_running_reqs"]
     ),
-    "num_queue_reqs": ("Sequences waiting", lambda info: info["num_queue_reqs"]),
-    "num_used_tokens": (
-        "Tokens whose KV running requests hold",
-        lambda info: info["num_used_tokens"],
+    "num_queue_reqs": Family("Sequences waiting", lambda info: info["num_queue_reqs"]),
+    "num_used_tokens": Family(
+        "Tokens whose KV running requests hold", lambda info: info["num_used_tokens"]
     ),
-    "token_usage": (
-        "Share of the KV arena that running requests need",
-        lambda info: info["token_usage"],
+    "token_usage": Family(
+        "Share of the KV arena that running requests need", lambda info: info["token_usage"]
     ),
-    "full_token_usage": (
-        "The same as token_usage: there is one kind of attention",
-        lambda info: info["token_usage"],
+    "full_token_usage": Family(
+        "The same as token_usage: there is one kind of attention", lambda info: info["token_usage"]
     ),
-    "max_total_num_tokens": (
+    "max_total_num_tokens": Family(
         "Tokens that the KV arena can hold as Recent pages",
         lambda info: info["max_total_num_tokens"],
     ),
-    "page_size": ("Tokens in a page", lambda info: info["page_size"]),
-    "num_pages": ("Pages in use", lambda info: info["cache"]["pages_used"]),
-    "gen_throughput": (
-        "Generated tokens per second, at the last decode log line; 0 when nothing runs",
-        lambda info: info["statistics"]["last_gen_throughput"] if info["num_running_reqs"] else 0.0,
+    "page_size": Family("Tokens in a page", lambda info: info["page_size"]),
+    "num_pages": Family("Pages in use", _cache("pages_used")),
+    "gen_throughput": Family(
+        "Generated tokens per second, at the last decode log line; 0 when nothing runs", _throughput
     ),
-    "cache_hit_rate": (
+    "cache_hit_rate": Family(
         "Cached share of the prompt tokens of the latest prefill batch",
-        lambda info: info["statistics"]["last_cache_hit_rate"],
+        _statistic("last_cache_hit_rate"),
     ),
-    "kv_available_tokens": (
-        "Tokens that free memory can take as Recent pages",
-        lambda info: info["cache"]["tokens_available"],
+    "kv_available_tokens": Family(
+        "Tokens that free memory can take as Recent pages", _cache("tokens_available")
     ),
-    "kv_evictable_tokens": (
-        "Tokens in cached pages that no request needs",
-        lambda info: info["cache"]["pages_evictable"] * info["page_size"],
-    ),
-    "kv_used_tokens": (
+    "kv_evictable_tokens": Family("Tokens in cached pages that no request needs", _evictable),
+    "kv_used_tokens": Family(
         "Tokens in all other pages in use",
-        lambda info: (
-            (info["cache"]["pages_used"] - info["cache"]["pages_evictable"]) * info["page_size"]
-        ),
+        lambda info: info["cache"]["pages_used"] * info["page_size"] - _evictable(info),
     ),
-    "num_grammar_queue_reqs": (
+    "num_grammar_queue_reqs": Family(
         "Sequences that wait for their grammar to be compiled",
         lambda info: info["num_compiling_reqs"],
     ),
-    "engine_startup_time": (
-        "Seconds that the scheduler took to start",
-        lambda info: info["start_seconds"],
+    "engine_startup_time": Family(
+        "Seconds that the scheduler took to start", lambda info: info["start_seconds"]
     ),
-    "engine_load_weights_time": (
-        "Seconds of them for the weights",
-        lambda info: info["load_seconds"],
+    "engine_load_weights_time": Family(
+        "Seconds of them for the weights", lambda info: info["load_seconds"]
     ),
-    "is_cuda_graph": (
-        "Whether decoding replays CUDA graphs",
-        lambda info: float(info["cuda_graphs"]),
+    "is_cuda_graph": Family(
+        "Whether decoding replays CUDA graphs", lambda info: float(info["cuda_graphs"])
     ),
 }
 
-_MINIMA_GAUGES: dict[str, tuple[str, Callable[[Info], float]]] = {
-    "arena_bytes": ("Bytes of the KV arena", lambda info: info["cache"]["arena_bytes"]),
-    "free_slab_bytes": (
-        "Bytes of the arena that no page kind has claimed",
-        lambda info: info["cache"]["free_slab_bytes"],
+_SGLANG_COUNTERS = {
+    "evicted_tokens": Family(
+        "Tokens of evicted pages",
+        lambda info: info["cache"]["counters"]["evicted_pages"] * info["page_size"],
     ),
-    "tree_pages": ("Pages in the radix tree", lambda info: info["cache"]["pages_in_tree"]),
-    "locked_pages": (
-        "Pages of the radix tree that live requests use",
-        lambda info: info["cache"]["pages_locked"],
+    "num_retracted_requests": Family("Preemptions", _statistic("preemptions")),
+    "num_grammar": Family(
+        "Sequences that follow a grammar", lambda info: info["grammars"]["followed"]
     ),
-    "evictable_pages": (
-        "Pages of the radix tree that eviction may take",
-        lambda info: info["cache"]["pages_evictable"],
+    "num_grammar_cache_hit": Family(
+        "Those of them for which nothing had to be compiled",
+        lambda info: info["grammars"]["found"],
     ),
-    "compression_ratio": (
+    "cuda_graph_passes": Family(
+        "Batches: with parts of prompts or without, by a CUDA graph or by none",
+        lambda info: {(mode,): count for mode, count in info["statistics"]["passes"].items()},
+        ("mode",),
+    ),
+    "realtime_tokens": Family(
+        "Tokens by what was done for them, counted as it is done", _by_mode, ("mode",)
+    ),
+}
+
+_MINIMA_GAUGES = {
+    "arena_bytes": Family("Bytes of the KV arena", _cache("arena_bytes")),
+    "free_slab_bytes": Family(
+        "Bytes of the arena that no page kind has claimed", _cache("free_slab_bytes")
+    ),
+    "tree_pages": Family("Pages in the radix tree", _cache("pages_in_tree")),
+    "locked_pages": Family(
+        "Pages of the radix tree that live requests use", _cache("pages_locked")
+    ),
+    "evictable_pages": Family(
+        "Pages of the radix tree that eviction may take", _cache("pages_evictable")
+    ),
+    "compression_ratio": Family(
         "Bytes that the pages in use would take in BF16 over what they take",
         lambda info: info["cache"]["compression_vs_bf16"] or 1.0,
     ),
-    "retier_backlog_pages": (
-        "Pages that wait for their conversion",
-        lambda info: info["cache"]["retier_backlog"],
+    "retier_backlog_pages": Family(
+        "Pages that wait for their conversion", _cache("retier_backlog")
+    ),
+    "tier_bytes": Family("Bytes of the pages in use, by tier", _by_tier("bytes"), ("tier",)),
+    "tier_pages": Family("Pages in use, by tier", _by_tier("pages"), ("tier",)),
+    "kv_pages": Family(
+        "Pages by kind: used, free", _by_state("pages", "used", "free"), ("kind", "state")
+    ),
+    "kv_bytes": Family(
+        "Bytes of the arena by kind: used, free, slab_waste",
+        _by_state("bytes", "used", "free", "slab_waste"),
+        ("kind", "state"),
     ),
 }
 
-_SGLANG_COUNTERS: dict[str, tuple[str, tuple[str, ...], Callable[[Info], Samples]]] = {
-    "evicted_tokens": (
-        "Tokens of evicted pages",
-        (),
-        lambda info: {(): info["cache"]["counters"]["evicted_pages"] * info["page_size"]},
+_MINIMA_COUNTERS = {
+    "cached_tokens": Family(
+        "Prompt tokens found in the prefix cache, by page kind", _by_kind, ("kind",)
     ),
-    "num_retracted_requests": (
-        "Preemptions",
-        (),
-        lambda info: {(): info["statistics"]["preemptions"]},
+    "copied_tokens": Family(
+        "Prompt tokens copied from a page that a request leaves in its middle",
+        _cache("copied_tokens"),
     ),
-    "num_grammar": (
-        "Sequences that follow a grammar",
-        (),
-        lambda info: {(): info["grammars"]["followed"]},
+    "kv_read_bytes": Family(
+        "KV bytes that attention has read, pages shared within a batch counted once",
+        _statistic("kv_read_bytes"),
     ),
-    "num_grammar_cache_hit": (
-        "Those of them for which nothing had to be compiled",
-        (),
-        lambda info: {(): info["grammars"]["found"]},
+    "kv_read_bytes_per_request": Family(
+        "KV bytes that attention would have read had every request read its own",
+        _statistic("kv_read_bytes_per_request"),
     ),
-    "cuda_graph_passes": (
-        "Batches: with parts of prompts or without, by a CUDA graph or by none",
-        ("mode",),
-        lambda info: {(mode,): count for mode, count in info["statistics"]["passes"].items()},
+    "retiered_pages": Family(
+        "Published conversions of pages (the same kind: moves)", _retiered, ("source", "target")
     ),
-    "realtime_tokens": (
-        "Tokens by what was done for them, counted as it is done",
-        ("mode",),
-        lambda info: {
-            ("prefill_compute",): info["statistics"]["computed_prompt_tokens"],
-            ("prefill_cache",): info["statistics"]["cached_tokens"],
-            ("decode",): info["statistics"]["generated_tokens"],
-        },
+    "retier_seconds": Family("Time spent converting pages", _cache("retier_seconds")),
+    "route_uses": Family(
+        "Work served by each kernel route; the reason says why a faster one was not taken",
+        _routes,
+        ("operation", "route", "reason"),
     ),
 }
 
@@ -161,88 +229,12 @@ _SGLANG_HISTOGRAMS: dict[str, tuple[str, Callable[[Info], Info]]] = {
     ),
 }
 
-
-def _by_kind(info: Info) -> Samples:
-    return {(kind,): count for kind, count in info["statistics"]["cached_tokens_by_kind"].items()}
-
-
-def _routes(info: Info) -> Samples:
-    return {
-        (route["operation"], route["route"], route["reason"]): route["count"]
-        for route in info["routes"]
-    }
-
-
-def _retiered(info: Info) -> Samples:
-    counts = info["cache"]["counters"]["retiered_pages"]
-    return {tuple(kinds.split("->")): count for kinds, count in counts.items()}
-
-
-_MINIMA_COUNTERS: dict[str, tuple[str, tuple[str, ...], Callable[[Info], Samples]]] = {
-    "cached_tokens": ("Prompt tokens found in the prefix cache, by page kind", ("kind",), _by_kind),
-    "copied_tokens": (
-        "Prompt tokens copied from a page that a request leaves in its middle",
-        (),
-        lambda info: {(): info["cache"]["copied_tokens"]},
-    ),
-    "kv_read_bytes": (
-        "KV bytes that attention has read, pages shared within a batch counted once",
-        (),
-        lambda info: {(): info["statistics"]["kv_read_bytes"]},
-    ),
-    "kv_read_bytes_per_request": (
-        "KV bytes that attention would have read had every request read its own",
-        (),
-        lambda info: {(): info["statistics"]["kv_read_bytes_per_request"]},
-    ),
-    "retiered_pages": (
-        "Published conversions of pages (the same kind: moves)",
-        ("source", "target"),
-        _retiered,
-    ),
-    "retier_seconds": (
-        "Time spent converting pages",
-        (),
-        lambda info: {(): info["cache"]["retier_seconds"]},
-    ),
-    "route_uses": (
-        "Work served by each kernel route; the reason says why a faster one was not taken",
-        ("operation", "route", "reason"),
-        _routes,
-    ),
-}
-
-
-def _pages(info: Info) -> Samples:
-    return {
-        (kind, state): entry[f"pages_{state}"]
-        for kind, entry in info["cache"]["kinds"].items()
-        for state in ("used", "free")
-    }
-
-
-def _bytes(info: Info) -> Samples:
-    return {
-        (kind, state): entry[f"bytes_{state}"]
-        for kind, entry in info["cache"]["kinds"].items()
-        for state in ("used", "free", "slab_waste")
-    }
-
-
-_LABELLED_GAUGES: dict[str, tuple[str, tuple[str, ...], Callable[[Info], Samples]]] = {
-    "tier_bytes": (
-        "Bytes of the pages in use, by tier",
-        ("tier",),
-        lambda info: {(tier,): entry["bytes"] for tier, entry in info["cache"]["tiers"].items()},
-    ),
-    "tier_pages": (
-        "Pages in use, by tier",
-        ("tier",),
-        lambda info: {(tier,): entry["pages"] for tier, entry in info["cache"]["tiers"].items()},
-    ),
-    "kv_pages": ("Pages by kind: used, free", ("kind", "state"), _pages),
-    "kv_bytes": ("Bytes of the arena by kind: used, free, slab_waste", ("kind", "state"), _bytes),
-}
+_TABLES: tuple[tuple[str, Kind, dict[str, Family]], ...] = (
+    ("sglang", GaugeMetricFamily, _SGLANG_GAUGES),
+    ("sglang", CounterMetricFamily, _SGLANG_COUNTERS),
+    ("minima", GaugeMetricFamily, _MINIMA_GAUGES),
+    ("minima", CounterMetricFamily, _MINIMA_COUNTERS),
+)
 
 
 class SchedulerCollector(Collector):
@@ -254,6 +246,7 @@ class SchedulerCollector(Collector):
 
     def __init__(self, model_name: str) -> None:
         self._model = {"model_name": model_name}
+        self._labels = {"sglang": {**self._model, **RANK}, "minima": self._model}
         self.info: Info | None = None
 
     def collect(self) -> Iterator[Metric]:
@@ -266,42 +259,25 @@ class SchedulerCollector(Collector):
         yield from (family for family in self._families(info) if family.samples)
 
     def _families(self, info: Info) -> Iterator[Metric]:
-        shared = {**self._model, **RANK}
-        for name, (text, value) in _SGLANG_GAUGES.items():
-            yield _family(GaugeMetricFamily, f"sglang:{name}", text, shared, (), {(): value(info)})
-        for name, (text, labels, samples) in _SGLANG_COUNTERS.items():
-            yield _family(
-                CounterMetricFamily, f"sglang:{name}", text, shared, labels, samples(info)
-            )
+        for prefix, kind, table in _TABLES:
+            for name, (text, value, labels) in table.items():
+                shared = self._labels[prefix]
+                yield _family(kind, f"{prefix}:{name}", text, shared, value(info), labels)
         for name, (text, durations) in _SGLANG_HISTOGRAMS.items():
-            yield _histogram(f"sglang:{name}", text, shared, durations(info))
+            yield _histogram(f"sglang:{name}", text, self._labels["sglang"], durations(info))
         shape = {"page_size": str(info["page_size"]), "num_pages": str(_capacity_pages(info))}
         yield _family(
             GaugeMetricFamily,
             "sglang:cache_config_info",
             "Shape of the KV arena: its pages if all were Recent",
             self._model,
-            tuple(shape),
             {tuple(shape.values()): 1},
+            tuple(shape),
         )
-        for name, (text, value) in _MINIMA_GAUGES.items():
-            yield _family(
-                GaugeMetricFamily, f"minima:{name}", text, self._model, (), {(): value(info)}
-            )
-        for name, (text, labels, samples) in _LABELLED_GAUGES.items():
-            yield _family(
-                GaugeMetricFamily, f"minima:{name}", text, self._model, labels, samples(info)
-            )
-        for name, (text, labels, samples) in _MINIMA_COUNTERS.items():
-            yield _family(
-                CounterMetricFamily, f"minima:{name}", text, self._model, labels, samples(info)
-            )
         for name, count in info["cache"]["counters"].items():
             if isinstance(count, int):
                 text = f"{name.replace('_', ' ').capitalize()} since the start"
-                yield _family(
-                    CounterMetricFamily, f"minima:{name}", text, self._model, (), {(): count}
-                )
+                yield _family(CounterMetricFamily, f"minima:{name}", text, self._model, count)
 
     def describe(self) -> Iterable[Metric]:
         """Nothing: the families depend on the answer."""
@@ -324,14 +300,14 @@ def _histogram(name: str, text: str, shared: dict[str, str], durations: Info) ->
 
 
 def _family(
-    kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+    kind: Kind,
     name: str,
     text: str,
     shared: dict[str, str],
-    labels: tuple[str, ...],
-    samples: Samples,
+    value: float | Samples,
+    labels: tuple[str, ...] = (),
 ) -> Metric:
     family = kind(name, text, labels=[*shared, *labels])
-    for values, value in samples.items():
-        family.add_metric([*shared.values(), *values], value)
+    for values, number in (value if isinstance(value, dict) else {(): value}).items():
+        family.add_metric([*shared.values(), *values], number)
     return family
