@@ -73,10 +73,12 @@ class Workshop:
     """Forks children for orders and reports what they say or why they died."""
 
     def __init__(self, tokenizer_path: str) -> None:
-        from sglang_minima.grammar.compiler import GrammarCompiler, vocabulary
         from sglang_minima.tokenization.tokenizer import Tokenizer
 
         tokenizer = Tokenizer.load(tokenizer_path)
+        # After the tokenizer, which may be missing: xgrammar takes seconds to import.
+        from sglang_minima.grammar.compiler import GrammarCompiler, vocabulary
+
         self._compiler = GrammarCompiler(vocabulary(tokenizer, tokenizer.eos_token_ids))
         self._eos = tokenizer.eos_token_ids
         self._queue: deque[Order] = deque()
