@@ -102,3 +102,9 @@ def make_args(**settings: Any) -> ServerArgs:
 
 def make_runner(model_dir: Path | str) -> ModelRunner:
     return ModelRunner(make_args(), str(model_dir))
+
+
+def deterministic_kit(runner: ModelRunner, **settings: Any) -> EngineKit:
+    """A cache of small pages, most of them Stale, in which nothing may show in the output."""
+    small = {"page_size": 16, "recent_window": 32, "anchor_tokens": 16, "max_total_tokens": 8192}
+    return EngineKit(make_args(deterministic_cache=True, **(small | settings)), runner)

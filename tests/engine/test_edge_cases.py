@@ -6,7 +6,7 @@ import gc
 import random
 
 import pytest
-from engine_kit import EngineKit, make_args
+from engine_kit import EngineKit, deterministic_kit, make_args
 
 from minima_radix import Namespace
 from sglang_minima.messages import LogProbs
@@ -70,19 +70,6 @@ def test_prompt_logprobs_when_a_twin_got_ahead_during_a_preemption(
 
 
 # --- deterministic mode ------------------------------------------------------------------------
-
-
-def deterministic_kit(runner: ModelRunner, **settings: object) -> EngineKit:
-    return EngineKit(
-        make_args(
-            page_size=PAGE,
-            deterministic_cache=True,
-            recent_window=32,
-            anchor_tokens=PAGE,
-            **{"max_total_tokens": 8192, **settings},
-        ),
-        runner,
-    )
 
 
 @pytest.mark.parametrize("length", [1, PAGE - 1, PAGE, PAGE + 1, 4 * PAGE + 6])

@@ -12,6 +12,8 @@ from sglang_minima.runner.model_runner import ModelRunner
 from sglang_minima.tokenization.tokenizer import Tokenizer
 
 NEW_TOKENS = 8
+ALONE = 4
+"""New tokens of prompts that run alone, which take longest."""
 
 TOPICS = [
     "the capital of France", "how rain forms", "a cat that learned to sail", "prime numbers",
@@ -33,7 +35,7 @@ def prompts(tokenizer: Tokenizer) -> list[list[int]]:
     for index, topic in enumerate(TOPICS):
         text = f"Tell me about {topic}."
         ids = tokenizer.encode(f"Note {index}. " + filler * 60)
-        length = 20 + round((1500 - 20) * (index / 19) ** 6)
+        length = 20 + round((1500 - 20) * (index / 19) ** 10)
         question = tokenizer.encode(text)
         result.append((ids[: max(length - len(question), 0)] + question)[-length:])
     assert min(map(len, result)) <= 20
@@ -71,9 +73,9 @@ def test_alone_cold_and_warm(
     )
     for prompt, tokens in zip(prompts, expected, strict=True):
         for warm in (False, True):
-            rid = kit.submit(prompt, max_new_tokens=NEW_TOKENS, ignore_eos=True)
+            rid = kit.submit(prompt, max_new_tokens=ALONE, ignore_eos=True)
             kit.drain()
-            assert kit.tokens(rid) == tokens, f"{len(prompt)} tokens, warm={warm}"
+            assert kit.tokens(rid) == tokens[:ALONE], f"{len(prompt)} tokens, warm={warm}"
             if warm:
                 assert kit.last(rid).cached_tokens >= (len(prompt) - 1) // 64 * 64
     kit.check_idle()

@@ -123,7 +123,8 @@ def test_everybody_who_asks_gets_the_same_walk(tiny_runner: ModelRunner) -> None
 
 
 def test_without_a_tree_there_is_nothing_to_see(tiny_runner: ModelRunner) -> None:
-    kit = EngineKit(make_args(page_size=PAGE, disable_radix_cache=True), tiny_runner)
+    args = make_args(page_size=PAGE, disable_radix_cache=True, max_total_tokens=64)
+    kit = EngineKit(args, tiny_runner)
     with pytest.raises(ValueError, match="shares no prefixes"):
         Surveys(kit.cache).ask("me")
     with pytest.raises(ValueError, match="shares no prefixes"):

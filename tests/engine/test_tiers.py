@@ -1,4 +1,4 @@
-"""The minima profile on the real model: what is cached, in which kind, and what every byte is."""
+"""The minima profile: what is cached, in which kind, and what every byte is."""
 
 from __future__ import annotations
 
@@ -69,28 +69,26 @@ def test_ten_turn_conversation(embedded_runner: ModelRunner, tokenizer: Tokenize
     assert sum(tier["bytes"] for tier in facts["tiers"].values()) == facts["bytes_used"]
 
 
-def test_sixteen_clients_share_a_system_prompt(
-    embedded_runner: ModelRunner, tokenizer: Tokenizer
-) -> None:
+def test_sixteen_clients_share_a_system_prompt(tiny_runner: ModelRunner) -> None:
     """Twins arrive together; the shared 1,500 tokens run through the model once."""
-    kit = EngineKit(make_args(max_total_tokens=32768, max_running_requests=16), embedded_runner)
+    kit = EngineKit(make_args(max_total_tokens=32768, max_running_requests=16), tiny_runner)
     rng = np.random.default_rng(0)
-    system = rng.integers(100, 40000, 1500).tolist()
-    histories = [system + rng.integers(100, 40000, 12).tolist() for _ in range(16)]
+    system = rng.integers(3, 512, 1500).tolist()
+    histories = [system + rng.integers(3, 512, 12).tolist() for _ in range(16)]
     computed = []
-    for _ in range(2):
+    for _ in range(4):
         start = kit.scheduler.statistics.computed_tokens
         rids = [kit.submit(ids, max_new_tokens=4, ignore_eos=True) for ids in histories]
         kit.drain()
         computed.append(kit.scheduler.statistics.computed_tokens - start)
         histories = [
-            ids + kit.tokens(rid) + rng.integers(100, 40000, 12).tolist()
+            ids + kit.tokens(rid) + rng.integers(3, 512, 12).tolist()
             for ids, rid in zip(histories, rids, strict=True)
         ]
     # First turn: the shared prompt once; each client its question and at most the page around it.
     assert computed[0] <= 1500 + 16 * (PAGE + 12)
     # Later turns: only what is new, and at most the open page before it.
-    assert computed[1] <= 16 * (PAGE + 4 + 12)
+    assert max(computed[1:]) <= 16 * (PAGE + 4 + 12)
     kit.check_idle()
 
 
