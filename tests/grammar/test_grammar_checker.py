@@ -173,8 +173,9 @@ def test_nothing_is_left_behind(checker: GrammarChecker, loop: asyncio.AbstractE
     async def close_while_busy() -> list[psutil.Process]:
         await checker.check([make("regex", "busy")])
         slow = asyncio.ensure_future(checker.check([make("json_schema", nested(480, "object"))]))
-        await asyncio.sleep(0.5)
         process = process_of(checker)
+        while not process.children():
+            await asyncio.sleep(0.02)
         processes = [process, *process.children()]
         await checker.close()
         with pytest.raises(asyncio.CancelledError):
@@ -183,7 +184,7 @@ def test_nothing_is_left_behind(checker: GrammarChecker, loop: asyncio.AbstractE
 
     processes = loop.run_until_complete(close_while_busy())
     assert len(processes) == 2
-    assert not psutil.wait_procs(processes, timeout=10)[1]
+    assert not psutil.wait_procs(processes, timeout=30)[1]
 
 
 def test_the_process_ends_with_its_input(

@@ -82,6 +82,11 @@ class Page:
         """The text of an element."""
         return str(await self.run(f"document.querySelector({json.dumps(selector)}).textContent"))
 
+    async def offline(self, cut: bool) -> None:
+        """Cuts the page off from every server, or joins it to them again."""
+        unlimited = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
+        await self.send("Network.emulateNetworkConditions", offline=cut, **unlimited)
+
     async def resize(self, width: int, height: int, phone: bool = False) -> None:
         """Sets the size of the window."""
         await self.send(

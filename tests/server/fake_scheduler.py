@@ -200,6 +200,7 @@ class FakeScheduler:
             "num_compiling_reqs": 1,
             "routes": [{"operation": "decode", "route": "torch", "reason": "", "count": 9}],
             "aborted": self.aborted,
+            "scheduler_pid": os.getpid(),
             "requests": self.requests[-8:],
         }
 

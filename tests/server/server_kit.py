@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from http.client import HTTPConnection
 from pathlib import Path
 
 import requests
@@ -41,6 +42,14 @@ class RunningServer:
 
     def generate(self, body: object, **kwargs: object) -> requests.Response:
         return self.post("/generate", body, **kwargs)
+
+
+def begin_request(url: str, path: str, body: object, **headers: str) -> HTTPConnection:
+    """Sends a request whose answer nobody reads; who closes the connection goes away."""
+    connection = HTTPConnection(url.removeprefix("http://"))
+    headers = {"Content-Type": "application/json", **headers}
+    connection.request("POST", path, json.dumps(body), headers)
+    return connection
 
 
 def free_port() -> int:

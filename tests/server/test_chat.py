@@ -7,11 +7,11 @@ import pty
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from server_kit import HERE, RunningServer, free_port
+from tiny_kit import eventually
 
 from sglang_minima.chat import describe, main
 from sglang_minima.chat_client import ChatClient, ChatError, Statistics
@@ -81,10 +81,7 @@ def test_closing_a_reply_ends_the_request(fake: RunningServer) -> None:
     assert next(reply)
     reply.close()
     assert client.last is None
-    deadline = time.monotonic() + 10
-    while fake.get("/get_load").json()[0]["num_reqs"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    eventually(lambda: not fake.get("/get_load").json()[0]["num_reqs"])
 
 
 def test_errors_of_a_server_are_told() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from browser import Page, chromium, find_chromium
-from server_kit import HERE, RunningServer, start_server
+from server_kit import RunningServer
 from test_dashboard_api import run
 
 CHROMIUM = find_chromium()
@@ -279,10 +279,7 @@ def test_phone(forked: RunningServer, tmp_path: Path) -> None:
     visit(work)
 
 
-def test_key_is_asked_for_and_a_lost_server_shown(model_dir: Path) -> None:
-    program = [str(HERE / "fake_server.py"), "--model-path", str(model_dir)]
-    server = start_server(program, "--api-key", "sesame")
-
+def test_key_is_asked_for_and_a_lost_server_shown(scripted: RunningServer) -> None:
     async def type_key(page: Page, key: str) -> None:
         await page.until("document.getElementById('key-dialog').open")
         await page.run(f"document.getElementById('key').value = {key!r}")
@@ -291,7 +288,7 @@ def test_key_is_asked_for_and_a_lost_server_shown(model_dir: Path) -> None:
     async def work() -> None:
         assert CHROMIUM is not None
         async with chromium(CHROMIUM) as page:
-            await page.open(f"{server.url}/dashboard")
+            await page.open(f"{scripted.url}/dashboard")
             await type_key(page, "wrong")
             await page.until(
                 "document.getElementById('key-why').textContent.includes('does not know')"
@@ -299,15 +296,13 @@ def test_key_is_asked_for_and_a_lost_server_shown(model_dir: Path) -> None:
             await type_key(page, "sesame")
             await page.until(LIVE)
             assert "sesame" not in await page.run("document.documentElement.outerHTML")
-            server.process.terminate()
+            await page.offline(True)
             await page.until("document.getElementById('link').dataset.state === 'lost'")
             assert "trying again" in await page.text("#link-text")
+            await page.offline(False)
+            await page.until(LIVE)
 
-    try:
-        visit(work)
-    finally:
-        server.process.terminate()
-        server.process.communicate(timeout=30)
+    visit(work)
 
 
 def test_nothing_inline_runs(fake: RunningServer) -> None:

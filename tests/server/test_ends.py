@@ -7,14 +7,18 @@ import signal
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import requests
-from server_kit import RunningServer
-from tiny_kit import start_tiny
+from server_kit import HERE, RunningServer, start_server
+from tiny_kit import eventually, info, start_tiny
+
+QUICK = 15.0
+"""Seconds: far more than an idle machine needs, and less than any wait that was forgotten."""
 
 
 def open_streams(server: RunningServer, count: int) -> tuple[list[threading.Thread], list[Any]]:
@@ -23,8 +27,9 @@ def open_streams(server: RunningServer, count: int) -> tuple[list[threading.Thre
     ends: list[Any] = []
 
     def read(index: int) -> None:
-        sampling = {"max_new_tokens": 450, "ignore_eos": True}
+        sampling = {"max_new_tokens": 380, "ignore_eos": True}
         body = {"text": f"{index} long", "sampling_params": sampling, "stream": True}
+        body["rid"] = f"slow-{index}"
         try:
             with server.generate(body, stream=True) as reply:
                 lines = []
@@ -45,12 +50,6 @@ def open_streams(server: RunningServer, count: int) -> tuple[list[threading.Thre
     return threads, ends
 
 
-def scheduler_of(server: RunningServer) -> psutil.Process:
-    """The child that holds the model: the one with the most memory."""
-    children = psutil.Process(server.process.pid).children()
-    return max(children, key=lambda child: child.memory_info().rss)
-
-
 @pytest.fixture
 def temporary(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the servers of a test put their sockets; other servers use the system's directory."""
@@ -59,25 +58,34 @@ def temporary(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     return directory
 
 
-def test_killed_scheduler_ends_streams_with_an_error(tiny_dir: Path, temporary: Path) -> None:
-    server = start_tiny(tiny_dir)
+def test_killed_scheduler_ends_every_request_with_an_error(
+    model_dir: Path, temporary: Path
+) -> None:
+    server = start_server([str(HERE / "fake_server.py"), "--model-path", str(model_dir)])
     assert len(list(temporary.iterdir())) == 1
     children = psutil.Process(server.process.pid).children(recursive=True)
     threads, ends = open_streams(server, 6)
-    scheduler_of(server).kill()
-    started = time.monotonic()
+    whole = {"text": "abc", "sampling_params": {"max_new_tokens": 380}, "rid": "slow-whole"}
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(server.generate, whole)
+        eventually(lambda: server.get("/get_load").json()[0]["num_reqs"] == 7)
+        psutil.Process(info(server)["scheduler_pid"]).kill()
+        answer = reply.result(QUICK)
+    assert answer.status_code == 503
+    assert "killed by SIGKILL" in answer.json()["error"]["message"]
+    deadline = time.monotonic() + QUICK
     for thread in threads:
-        thread.join(20)
-    assert time.monotonic() - started < 5
+        thread.join(max(deadline - time.monotonic(), 0.0))
     assert len(ends) == 6
     for end in ends:
         assert end[-1] == b"data: [DONE]"
         assert b'"code":503' in end[-2]
         assert b"killed by SIGKILL" in end[-2]
-    output = server.process.communicate(timeout=20)[0]
+    output = server.process.communicate(timeout=QUICK)[0]
     assert server.process.returncode == 1
+    assert "the scheduler process died (killed by SIGKILL" in output
     assert "Traceback" not in output
-    assert not psutil.wait_procs(children, timeout=5)[1]
+    assert not psutil.wait_procs(children, timeout=QUICK)[1]
     assert not list(temporary.iterdir())
 
 
@@ -98,18 +106,16 @@ def test_sigterm_under_load_is_a_quick_clean_end(tiny_dir: Path, temporary: Path
     sampling = {"max_new_tokens": 450, "ignore_eos": True}
     body = json.dumps({"text": "x", "sampling_params": sampling, "stream": True}).encode()
     with post_by_hand(server, body, len(body)), post_by_hand(server, b"{", 1000):
-        started = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
         time.sleep(0.3)
         server.process.send_signal(signal.SIGINT)  # somebody is impatient
-        output = server.process.communicate(timeout=20)[0]
-    assert time.monotonic() - started < 5
+        output = server.process.communicate(timeout=QUICK)[0]
     assert server.process.returncode == 0, output
     assert "Traceback" not in output, output
     for thread in threads:
-        thread.join(5)
+        thread.join(QUICK)
     assert len(ends) == 24
     # A stream was either served to its end, or told that the server is going away.
     assert all(isinstance(end, list) and end[-1] == b"data: [DONE]" for end in ends), ends
-    assert not psutil.wait_procs(children, timeout=5)[1]
+    assert not psutil.wait_procs(children, timeout=QUICK)[1]
     assert not list(temporary.iterdir())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -10,6 +9,7 @@ import openai
 import pytest
 import requests
 from server_kit import RunningServer
+from tiny_kit import eventually
 
 SYSTEM = "You are a careful assistant. " + "Answer briefly, and say so when you do not know. " * 12
 
@@ -130,10 +130,7 @@ def test_disconnects_leave_nothing_behind(server: RunningServer) -> None:
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(leave, range(8)))
-    deadline = time.monotonic() + 60
-    while server.get("/get_load").json()[0]["num_reqs"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    eventually(lambda: not server.get("/get_load").json()[0]["num_reqs"])
     assert server.post("/flush_cache", None).status_code == 200
     cache = server.get("/server_info").json()["cache"]
     assert cache["pages_used"] == 0

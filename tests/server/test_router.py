@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import requests
-from server_kit import HERE, RunningServer, free_port, start_server
+from server_kit import HERE, RunningServer, begin_request, free_port, start_server
 from tiny_kit import FLAGS, assert_quiet, eventually, info
 
 pytest.importorskip("sglang_router")
@@ -229,9 +229,11 @@ def test_a_disconnect_ends_the_request(routed: Routed, stream: bool) -> None:
         with routed.post("/generate", body, stream=True) as reply:
             next(reply.iter_lines())
     else:
-        with pytest.raises(requests.Timeout):
-            requests.post(routed.url + "/generate", json=body, timeout=0.2)
-    eventually(lambda: sum(routed.counts("requests_aborted")) == aborted + 1, 20)
+        received = sum(routed.counts("requests_received"))
+        connection = begin_request(routed.url, "/generate", body)
+        eventually(lambda: sum(routed.counts("requests_received")) > received)
+        connection.close()
+    eventually(lambda: sum(routed.counts("requests_aborted")) == aborted + 1)
     for worker in routed.workers:
         assert_quiet(worker)
 
@@ -247,8 +249,11 @@ def test_a_killed_worker_drops_out_and_comes_back(routed: Routed, tiny_dir: Path
     )
     assert min(three) >= 1
 
+    children = psutil.Process(third.process.pid).children()
+    assert len(children) >= 3
     third.process.kill()
     third.process.communicate(timeout=30)
+    assert not psutil.wait_procs(children, timeout=15)[1]
     # Before a health check tells, the router repeats what the dead worker did not take elsewhere.
     for number in range(6):
         generate(routed, f"{number} after the end of one worker")

@@ -201,7 +201,7 @@ def test_a_client_that_leaves_takes_nobody_with_it(tiny: RunningServer) -> None:
         requests.post(
             tiny.url + "/generate",
             json={"text": "a", "sampling_params": {"ebnf": 'root ::= "a"* "b" ' + "x" * 5000}},
-            timeout=0.01,
+            timeout=(10, 0.01),
         )
     assert re.fullmatch("ab", sample(tiny, "a", regex="ab")["text"])
     assert_quiet(tiny)

@@ -35,7 +35,7 @@ def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.05)
+        time.sleep(0.02)
 
 
 def info(server: RunningServer) -> dict[str, Any]:
