@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+# Test processes at once; 0: tests run one after another in pytest's own process.
+WORKERS ?= 2
 
 BIN := $(VENV)/bin
 GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
@@ -27,7 +29,7 @@ serve: $(VENV)/.installed
 test: lint types check
 
 check: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
