@@ -5,6 +5,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 # Before anything imports torch: OpenMP threads that spin at barriers are many times slower when
 # another process uses a core, which test runs must survive.
@@ -13,6 +14,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Servers are started many times: they need not compile their modules each time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# An example may meet a moment in which other processes have the cores.
+settings.register_profile("busy", deadline=None)
+settings.load_profile("busy")
 
 _SHARE = {
     "the embedded model's server": (

@@ -26,10 +26,11 @@ def tree_prompts(count: int, rng: random.Random) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("page_size", "profile", "count"), [(16, "minima", 400), (16, "bf16", 32), (64, "minima", 32)]
+    ("page_size", "profile", "count", "longest"),
+    [(16, "minima", 400, 200), (16, "bf16", 32, 400), (64, "minima", 32, 400)],
 )
 def test_pool_too_small_for_the_load(
-    tiny_runner: ModelRunner, page_size: int, profile: str, count: int
+    tiny_runner: ModelRunner, page_size: int, profile: str, count: int, longest: int
 ) -> None:
     rng = random.Random(page_size)
     prompts = tree_prompts(count, rng)
@@ -48,7 +49,7 @@ def test_pool_too_small_for_the_load(
         tiny_runner,
     )
     # Every eighth answer is long: running requests outgrow what they were admitted with.
-    lengths = [200 if i % 8 == 0 else rng.randrange(1, 16) for i in range(count)]
+    lengths = [longest if i % 8 == 0 else rng.randrange(1, 16) for i in range(count)]
     rids = [
         kit.submit(prompt, max_new_tokens=length, ignore_eos=True)
         for prompt, length in zip(prompts, lengths, strict=True)

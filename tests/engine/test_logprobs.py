@@ -56,7 +56,7 @@ def kits(tiny_runner: ModelRunner) -> dict[int, EngineKit]:
     return {size: kit_of(tiny_runner, chunked_prefill_size=size) for size in (7, 64, -1)}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     chunk=st.sampled_from([7, 64, -1]),
     length=st.integers(1, len(PROMPT)),

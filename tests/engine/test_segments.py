@@ -76,7 +76,7 @@ def check_kinds(cache: PrefixCache) -> None:
     assert cache.kind_indices(pages).tolist() == [names.index(entry.kind) for entry in entries]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 2**32), tree=st.booleans(), pages=st.integers(24, 96))
 def test_segments_equal_a_walk_of_the_block_tables(seed: int, tree: bool, pages: int) -> None:
     """Random admissions, growth, tiers, evictions and ends; two tokens make prefixes collide."""

@@ -176,7 +176,7 @@ def test_scraping_walks_over_no_node(
     assert kit.scheduler.statistics.snapshot()["cached_tokens"] > 0
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     prompts=st.lists(
         st.tuples(st.integers(0, 60), st.integers(1, 40), st.integers(0, 2)), min_size=1, max_size=6

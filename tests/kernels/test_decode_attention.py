@@ -125,7 +125,7 @@ def test_tiles_bounded_by_scratch_change_nothing() -> None:
     check(pages, segments, num_rows=9, scratch_bytes=300_000)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_random_trees(data: st.DataObject) -> None:
     """Random nested sharing: a tree of segments, requests at its nodes, ragged open pages."""

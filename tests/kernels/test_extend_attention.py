@@ -74,7 +74,7 @@ def test_prefix_longer_than_a_tile_and_bounded_scratch() -> None:
         check(pages, segments, [40, 3], group_size=2, scratch_bytes=scratch_bytes)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_random_trees(data: st.DataObject) -> None:
     page_size = data.draw(st.sampled_from([1, 16]))

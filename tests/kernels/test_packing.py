@@ -35,7 +35,7 @@ def test_words_hold_their_codes_and_are_the_densest(levels: int) -> None:
     assert bits / codes == pytest.approx(densest)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(levels=LEVELS, num_codes=st.integers(1, 400), seed=st.integers(0, 2**32 - 1))
 def test_unpack_undoes_pack(levels: int, num_codes: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -46,7 +46,7 @@ def test_unpack_undoes_pack(levels: int, num_codes: int, seed: int) -> None:
     assert torch.equal(unpack(stream, levels, num_codes), codes.int())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(levels=LEVELS, num_codes=st.integers(1, 400), seed=st.integers(0, 2**32 - 1))
 def test_dequantise_is_the_codebook_of_the_codes(levels: int, num_codes: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -55,7 +55,7 @@ def test_dequantise_is_the_codebook_of_the_codes(levels: int, num_codes: int, se
     assert torch.equal(values, codebook(levels, torch.device("cpu")).centroids[codes])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(levels=LEVELS, num_codes=st.integers(1, 400), seed=st.integers(0, 2**32 - 1))
 def test_any_bytes_expand_to_levels(levels: int, num_codes: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

@@ -142,7 +142,6 @@ def test_queries_of_other_dtypes(dtype: torch.dtype) -> None:
 
 @settings(
     max_examples=20,
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())

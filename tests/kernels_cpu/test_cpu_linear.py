@@ -94,7 +94,7 @@ def test_products(
         check(case, bits, torch.randn(rows, inputs, generator=generator))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(
     variant=st.sampled_from(VARIANTS),
     level=st.sampled_from(available_levels() or ("portable",)),

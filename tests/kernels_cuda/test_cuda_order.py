@@ -48,7 +48,7 @@ def test_any_bytes_go_there_and_back(levels: tuple[int, int], dim: int, centred:
     assert torch.equal(order.from_canonical(order.to_canonical(data)), data)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.integers(0, 4), st.integers(0, 2**31))
 def test_it_is_a_permutation_of_bits(which: int, seed: int) -> None:
     geometry = KVGeometry(1, 1, 64, 64)

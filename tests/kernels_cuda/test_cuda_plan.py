@@ -147,7 +147,7 @@ def test_lists_give_dense_attention(group_size: int, blocks: tuple[int, int]) ->
     assert torch.allclose(sums[:10], torch.ones(10, 2 * group_size, dtype=torch.float64))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.integers(1, 5)), min_size=1, max_size=12),
     st.sampled_from([1, 2, 3, 4, 5, 6, 8, 16]),

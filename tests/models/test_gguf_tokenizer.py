@@ -66,7 +66,7 @@ SMOLLM = trained(
 def test_ids_equal_the_source(pre: str, source: Tokenizer) -> None:
     mine = convert_tokenizer(prefixed(bpe_tokens(source, pre, eos_token_id=2))).tokenizer
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=150)
     @given(TEXTS)
     def same(text: str) -> None:
         ids = mine.encode(text).ids
@@ -80,7 +80,7 @@ def test_qwen2_splits_like_transformers() -> None:
     mine = convert_tokenizer(prefixed(bpe_tokens(GPT2, "qwen2"))).tokenizer
     theirs = Qwen2Tokenizer(vocab={"a": 0}, merges=[]).backend_tokenizer
 
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=200)
     @given(TEXTS)
     def same(text: str) -> None:
         text = theirs.normalizer.normalize_str(text)

@@ -111,14 +111,14 @@ def wrap(tokenizer: Tokenizer) -> Wrapped:
 CUTS = st.lists(st.integers(0, 300), max_size=6)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(any_ids(BYTE_LEVEL, ALPHABET), CUTS, st.booleans())
 def test_pieces_are_the_whole_text(ids: list[int], cuts: list[int], skip: bool) -> None:
     parts = pieces(BYTE_LEVEL, ids, cuts, [], skip)
     assert "".join(parts) == BYTE_LEVEL.decode(ids, skip_special_tokens=skip)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(any_ids(BYTE_LEVEL, ALPHABET), TEXTS, CUTS, st.booleans())
 def test_prompt_is_context_and_not_output(
     ids: list[int], prompt: str, cuts: list[int], skip: bool
@@ -135,7 +135,7 @@ def test_prompt_is_context_and_not_output(
         assert whole == before.rstrip(FFFD) + "".join(parts) or FFFD in prompt
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(any_ids(BYTE_FALLBACK, FALLBACK), CUTS, CUTS, st.booleans())
 def test_splits_do_not_matter(
     ids: list[int], cuts: list[int], others: list[int], skip: bool
@@ -144,7 +144,7 @@ def test_splits_do_not_matter(
     assert first == "".join(pieces(BYTE_FALLBACK, ids, others, [], skip))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(TEXTS, TEXTS, CUTS)
 def test_byte_fallback_of_valid_text(prompt: str, text: str, cuts: list[int]) -> None:
     tail = BYTE_FALLBACK.encode(prompt, add_special_tokens=False).ids
@@ -158,7 +158,7 @@ def test_byte_fallback_of_valid_text(prompt: str, text: str, cuts: list[int]) ->
             assert "".join(parts) == whole[len(before) :]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(TEXTS.filter(lambda text: FFFD not in text))
 def test_no_piece_has_half_a_character(text: str) -> None:
     ids = BYTE_LEVEL.encode(text).ids

@@ -134,7 +134,7 @@ def test_rows_are_those_of_the_matrix(choice: str) -> None:
 @needs_native
 @pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q8_0])
 @given(seed=st.integers(0, 2**31), scale=st.sampled_from([1e-3, 1.0, 30.0]))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_gguf_blocks_map_exactly(kind: Kind, seed: int, scale: float) -> None:
     floats = np.random.default_rng(seed).standard_normal((8, 128)).astype(np.float32) * scale
     raw = gguf.quants.quantize(floats, kind)
@@ -197,7 +197,7 @@ def test_blocks_survive_their_file(tmp_path: Path) -> None:
         max_size=3,
     )
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_grouped_rounding_errs_by_half_a_level(groups: list[list[float]]) -> None:
     weight = torch.tensor(groups).view(1, -1)
     error = (values(round_to_q4(weight), *weight.shape) - weight).abs().view(-1, BLOCK)

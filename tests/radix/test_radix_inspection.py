@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from radix_world import NAMESPACES, FakeClock
 
@@ -71,7 +71,6 @@ def check_order(visits: list[Visit]) -> None:
             assert visit.depth == visits[visit.parent].depth + 1
 
 
-@settings(deadline=None)
 @given(seed=st.integers(0, 2**32), budget=st.integers(1, 9))
 def test_walk_visits_every_node_of_a_still_tree(seed: int, budget: int) -> None:
     rng = random.Random(seed)
@@ -91,7 +90,6 @@ def test_walk_visits_every_node_of_a_still_tree(seed: int, budget: int) -> None:
         assert visit.node.parent is (visits[visit.parent].node if visit.parent >= 0 else None)
 
 
-@settings(deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_walk_survives_changes_between_its_slices(seed: int) -> None:
     rng = random.Random(seed)

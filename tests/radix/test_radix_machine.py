@@ -196,7 +196,6 @@ def test_any_interleaving_keeps_the_books(name: str) -> None:
         settings=settings(
             max_examples=40,
             stateful_step_count=40,
-            deadline=None,
             suppress_health_check=list(HealthCheck),
         ),
     )

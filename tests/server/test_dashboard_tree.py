@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_minima.dashboard.tree_view import TreeSnapshot
@@ -82,7 +82,6 @@ def check_view(view: dict[str, Any], depth: int, limit: int) -> None:
         assert ranks[-1] == end
 
 
-@settings(deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     count=st.integers(2, 60),

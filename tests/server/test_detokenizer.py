@@ -64,7 +64,7 @@ def test_held_back(text: str, stops: list[str]) -> None:
     assert held_back(text, stops) == naive_held(text, stops)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     pieces=st.lists(st.text("ab🙂", max_size=4), min_size=1, max_size=8),
     stops=st.lists(st.text("ab🙂", min_size=1, max_size=4), min_size=1, max_size=3),
