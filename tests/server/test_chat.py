@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -106,11 +108,18 @@ def test_on_a_terminal(fake: RunningServer) -> None:
         os.execve(sys.executable, [*command, "--max-tokens", "6"], ENVIRONMENT)
     seen = ""
 
-    def until(text: str) -> None:
+    def appears(text: str, seconds: float) -> bool:
         nonlocal seen
+        end = time.monotonic() + seconds
         while text not in seen:
+            if not select.select([terminal], [], [], max(0.0, end - time.monotonic()))[0]:
+                return False
             seen += os.read(terminal, 4096).decode()
         seen = seen[seen.index(text) + len(text) :]
+        return True
+
+    def until(text: str) -> None:
+        assert appears(text, 60), seen
 
     try:
         until("> ")
@@ -118,8 +127,14 @@ def test_on_a_terminal(fake: RunningServer) -> None:
         until("[prompt ")
         until("s]")
         until("> ")
-        os.write(terminal, b"\x03")  # Ctrl-C at the prompt clears the line
-        until("> ")
+        # Ctrl-C at the prompt clears the line. Python's input() shows its prompt a moment before it
+        # waits, and a signal in that moment is seen at the next key only.
+        for _ in range(5):
+            os.write(terminal, b"\x03")
+            if appears("> ", 5):
+                break
+        else:
+            raise AssertionError(seen)
         os.write(terminal, b"\x04")  # Ctrl-D ends
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     except BaseException:
