@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import threading
 import time
 from typing import Any
 
@@ -17,6 +18,7 @@ from schemas import object_schema, random_schema
 
 from sglang_minima.grammar import constraint as constraints
 from sglang_minima.grammar.compiler import MAX_SPACE, GrammarCompiler, vocabulary
+from sglang_minima.grammar.failed import AMBIGUOUS
 from sglang_minima.grammar.spec import Grammar
 
 SCHEMAS = 100
@@ -293,3 +295,148 @@ def test_masks_touch_their_rows_only() -> None:
     assert torch.equal(logits[[0, 2]], before[[0, 2]])
     assert torch.isinf(logits[1]).nonzero().flatten().tolist() == [0, 31, 32, 69]
     assert torch.isfinite(logits[3]).nonzero().flatten().tolist() == [68]
+
+
+DASHES = 'root ::= [a-y] [a-y]* | "z" amb\namb ::= amb amb | amb amb amb | "-"'
+
+
+def test_a_grammar_that_failed_is_not_followed_again(
+    kit: GrammarKit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constraints, "SPARE_SECONDS", 0.02)
+    assert kit.tokenizer is not None
+    likely = {kit.tokenizer.encode(character)[0]: 100.0 for character in "z-"}
+    grammar = ebnf(DASHES)
+    rids = [kit.ask(grammar, logit_bias=likely) for _ in range(16)]
+    kit.drain()
+    for rid in rids:
+        assert (kit.finish(rid).status_code, kit.finish(rid).message) == (400, AMBIGUOUS)
+    assert grammar in kit.loader._failed
+    started = time.process_time()
+    again = kit.ask(grammar, logit_bias=likely)
+    kit.drain()
+    assert time.process_time() - started < 1
+    assert (kit.finish(again).status_code, kit.tokens(again)) == (400, [])
+    kit.check_idle()
+
+
+def test_those_that_run_end_without_the_matcher(kit: GrammarKit) -> None:
+    grammar = regex("[a-z]{99}")
+    rid = kit.ask(grammar)
+    while not kit.scheduler.running:
+        kit.step()
+    kit.step()
+    kit.loader._failed.add(grammar)
+    before = len(kit.tokens(rid)) if rid in kit.outputs else 0
+    kit.drain()
+    assert kit.finish(rid).message == AMBIGUOUS
+    assert len(kit.tokens(rid)) <= before + 2
+    kit.check_idle()
+
+
+def test_slow_sequences_take_turns(kit: GrammarKit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constraints, "SECONDS_A_TOKEN", 0.0)  # all of them are slow
+    rids = [kit.ask(regex("[a-z]{8}"), f"{n}") for n in range(3)]
+    free = kit.ask(None, max_new_tokens=6, ignore_eos=True)
+    steps = 0
+    while kit.scheduler.running or kit.scheduler.waiting:
+        kit.step()
+        steps += kit.scheduler.running > 0
+    assert steps >= 3 * 7
+    assert all(re.fullmatch("[a-z]{8}", kit.text(rid)) for rid in rids)
+    assert len(kit.tokens(free)) == 6
+
+
+def settle(kit: GrammarKit) -> None:
+    end = time.monotonic() + 20
+    while kit.loader._loading and time.monotonic() < end:
+        time.sleep(0.002)
+        kit.step()
+    assert not kit.loader._loading
+
+
+def test_grammars_of_aborted_requests_are_counted_or_never_compiled(
+    kit: GrammarKit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go = threading.Event(), threading.Event()
+    compile_one = kit.loader._load
+
+    def load(grammar: Grammar) -> Any:
+        begun.set()
+        assert go.wait(20)
+        return compile_one(grammar)
+
+    monkeypatch.setattr(kit.loader, "_load", load)
+    first, second, shared = regex("one{3}"), regex("two{3}"), regex("three{3}")
+    rids = [kit.ask(grammar) for grammar in (first, second, shared)]
+    other = kit.ask(shared)
+    kit.step()
+    assert begun.wait(20)
+    for rid in rids:
+        kit.scheduler.abort(rid)
+    assert set(kit.loader._loading) == {first, shared}
+    go.set()
+    kit.drain()
+    settle(kit)
+    assert set(kit.loader._compiled) == {first, shared}
+    assert kit.loader._bytes == sum(g.memory_size_bytes for g in kit.loader._compiled.values())
+    assert kit.text(other) == "threeeee"[:7]
+
+
+@pytest.mark.parametrize("error", [MemoryError(), ImportError("no such library")])
+def test_any_error_of_a_load_ends_its_request_only(
+    kit: GrammarKit, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def load(grammar: Grammar) -> Any:
+        raise error
+
+    free = kit.ask(None, max_new_tokens=6, ignore_eos=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(kit.loader, "_load", load)
+        rid = kit.ask(regex("[a-c]{4}"))
+        kit.drain()
+    finish = kit.finish(rid)
+    assert finish.status_code == 500 and type(error).__name__ in finish.message
+    assert kit.finish(free).type == "length"
+    later = kit.ask(regex("[a-c]{4}"))
+    kit.drain()
+    assert len(kit.text(later)) == 4
+
+
+def test_a_dead_thread_ends_requests_with_grammars_only(kit: GrammarKit) -> None:
+    kit.loader._thread.shutdown()
+    rid, free = kit.ask(regex("a{4}")), kit.ask(None, max_new_tokens=6, ignore_eos=True)
+    kit.drain()
+    assert kit.finish(rid).status_code == 500
+    assert kit.finish(free).type == "length"
+
+
+def test_a_schema_without_a_finite_text_runs_into_its_limit(kit: GrammarKit) -> None:
+    node = {"type": "object", "properties": {"n": {"$ref": "#"}}, "required": ["n"]}
+    rid = kit.ask(Grammar.json_schema(node), max_new_tokens=60)
+    kit.drain()
+    assert kit.finish(rid).type == "length"
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"$ref": "http://x/y"}, "leads out"),
+        ({"properties": {"default": {"$ref": "other.json#/a"}}}, "leads out"),
+        ({"$ref": "#a"}, "leads out"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "Circular"),
+        ({"$ref": "#/$defs/a"}, "Cannot find"),
+        ({"properties": {"$ref": {"type": "string"}, "pattern": {"const": {"$ref": "x"}}}}, ""),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"type": "integer"}}}, ""),
+    ],
+)
+def test_references(kit: GrammarKit, schema: Any, said: str) -> None:
+    rid = kit.ask(Grammar.json_schema(schema), max_new_tokens=4)
+    tagged = {"format": {"type": "json_schema", "json_schema": schema}}
+    inside = kit.ask(Grammar.structural_tag(tagged), max_new_tokens=4)
+    kit.drain()
+    for finish in (kit.finish(rid), kit.finish(inside)):
+        if said:
+            assert finish.status_code == 400 and said in finish.message
+        else:
+            assert finish.type in ("stop", "length")

@@ -16,6 +16,7 @@ import pytest
 from sglang_minima.grammar import checker as checkers
 from sglang_minima.grammar import workshop
 from sglang_minima.grammar.checker import GrammarBusy, GrammarChecker
+from sglang_minima.grammar.failed import AMBIGUOUS
 from sglang_minima.grammar.spec import Grammar
 from sglang_minima.sampling_params import InvalidRequest
 
@@ -107,6 +108,17 @@ def test_refusals_and_acceptances_are_remembered(
     assert refusal(loop, checker, bad) == first
     loop.run_until_complete(checker.check([good, good]))
     assert checker._next_id == orders
+
+
+def test_what_turned_out_to_be_too_slow_is_refused(
+    checker: GrammarChecker, loop: asyncio.AbstractEventLoop
+) -> None:
+    grammar = make("regex", "slow+")
+    loop.run_until_complete(checker.check([grammar]))
+    characters = checker._characters
+    checker.refuse(grammar, AMBIGUOUS)
+    assert refusal(loop, checker, grammar) == AMBIGUOUS
+    assert checker._characters == characters
 
 
 def test_what_is_asked_twice_at_once_is_tried_once(

@@ -62,6 +62,14 @@ class GrammarChecker:
             if error is not None:
                 raise InvalidRequest(error)
 
+    def refuse(self, grammar: Grammar, error: str) -> None:
+        """Remembers that an accepted grammar turned out to be unusable.
+
+        Args:
+            error: one sentence for the clients that come with it later.
+        """
+        self._remember(grammar, error)
+
     async def close(self) -> None:
         """Ends the process."""
         tasks = [*self._trials.values(), *([self._reading] if self._reading else [])]
@@ -147,8 +155,9 @@ class GrammarChecker:
             await process.wait()
 
     def _remember(self, grammar: Grammar, error: str | None) -> None:
+        if grammar not in self._known:
+            self._characters += len(grammar.text)
         self._known[grammar] = error
-        self._characters += len(grammar.text)
         while len(self._known) > MAX_REMEMBERED or self._characters > _REMEMBERED_CHARACTERS:
             dropped, _ = self._known.popitem(last=False)
             self._characters -= len(dropped.text)

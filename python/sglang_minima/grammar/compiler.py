@@ -10,6 +10,7 @@ import msgspec
 import xgrammar
 
 from sglang_minima.grammar.json_strings import (
+    foreign_reference,
     json_contents,
     unsafe_pattern,
     with_sound_strings,
@@ -80,14 +81,14 @@ class GrammarCompiler:
         if grammar.kind == "ebnf":
             return self._inner.compile_grammar(grammar.text)
         if grammar.kind == "json_schema":
-            _check_patterns([msgspec.json.decode(grammar.text)])
+            _check_schemas([msgspec.json.decode(grammar.text)])
             parsed = xgrammar.Grammar.from_json_schema(
                 grammar.text, strict_mode=grammar.strict, max_whitespace_cnt=MAX_SPACE
             )
         else:
             tag = msgspec.json.decode(grammar.text)
             contents = list(json_contents(tag))
-            _check_patterns(content["json_schema"] for content in contents)
+            _check_schemas(content["json_schema"] for content in contents)
             for content in contents:
                 if content.get("max_whitespace_cnt") is None:
                     content["max_whitespace_cnt"] = MAX_SPACE
@@ -97,8 +98,13 @@ class GrammarCompiler:
         return self._inner.compile_grammar(parsed if sound is None else sound)
 
 
-def _check_patterns(schemas: Iterable[Any]) -> None:
+def _check_schemas(schemas: Iterable[Any]) -> None:
     for schema in schemas:
+        reference = foreign_reference(schema)
+        if reference is not None:
+            raise GrammarError(
+                f"the $ref {reference!r} leads out of the schema: only '#' and '#/...' are followed"
+            )
         pattern = unsafe_pattern(schema)
         if pattern is not None:
             raise GrammarError(

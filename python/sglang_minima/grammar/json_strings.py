@@ -1,8 +1,8 @@
-"""What xgrammar (0.2.9) gets wrong about strings of JSON schemas, put right.
+"""What xgrammar (0.2.9) gets wrong about JSON schemas, put right.
 
 A string with a length bound may hold raw control characters there, which JSON forbids, and no
 escapes, which JSON needs (its issue 800). A `pattern` that spells a quote, a backslash or a
-control character puts that into the text as it is.
+control character puts that into the text as it is. A `$ref` to another document is any JSON.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ may not hold."""
 _UNSAFE = re.compile(r'"|\\[\\nrtfvbxuc0]|[\x00-\x1f]')
 _DATA = frozenset({"const", "enum", "default", "examples"})
 """Keys whose values are no schemas."""
+_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+"""Keys whose values are schemas by name."""
 
 
 def with_sound_strings(ebnf: str) -> str | None:
@@ -32,7 +34,7 @@ def with_sound_strings(ebnf: str) -> str | None:
 def unsafe_pattern(schema: Any) -> str | None:
     """A `pattern` in a schema whose strings could break out of their quotes; None if there is
     none."""
-    for pattern in _patterns(schema):
+    for pattern in _strings(schema, "pattern"):
         if _UNSAFE.search(_CLASS.sub("", pattern)):
             return pattern
     return None
@@ -51,13 +53,29 @@ def json_contents(value: Any) -> Iterator[dict[str, Any]]:
             yield from json_contents(item)
 
 
-def _patterns(schema: Any) -> Iterator[str]:
+def foreign_reference(schema: Any) -> str | None:
+    """A `$ref` that does not point into the schema itself, which xgrammar takes for any JSON;
+    None if there is none."""
+    for reference in _strings(schema, "$ref"):
+        if reference != "#" and not reference.startswith("#/"):
+            return reference
+    return None
+
+
+def _strings(schema: Any, name: str, named: bool = False) -> Iterator[str]:
+    """The strings that keywords of this name have in a schema.
+
+    Args:
+        named: the keys are names of properties and definitions, not keywords.
+    """
     if isinstance(schema, dict):
         for key, item in schema.items():
-            if key == "pattern" and isinstance(item, str):
+            if named:
+                yield from _strings(item, name)
+            elif key == name and isinstance(item, str):
                 yield item
             elif key not in _DATA:
-                yield from _patterns(item)
+                yield from _strings(item, name, key in _NAMED)
     elif isinstance(schema, list):
         for item in schema:
-            yield from _patterns(item)
+            yield from _strings(item, name)

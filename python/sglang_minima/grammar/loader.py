@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from sglang_minima.durations import Durations
+from sglang_minima.grammar.failed import AMBIGUOUS, FailedGrammars
 from sglang_minima.grammar.spec import Grammar
 from sglang_minima.tokenization.tokenizer import Tokenizer
 
@@ -47,6 +48,7 @@ class GrammarLoader:
         self._compiled: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
         self._bytes = 0
         self._loading: dict[Grammar, Future[CompiledGrammar]] = {}
+        self._failed = FailedGrammars()
         self._thread = ThreadPoolExecutor(1, "grammar", initializer=_give_way)
         self._compiler: GrammarCompiler | None = None
         self.followed = 0
@@ -64,8 +66,10 @@ class GrammarLoader:
                 grammar, as EOS may; ordinary ones are text, which only the grammar allows.
 
         Raises:
-            ValueError: it cannot be compiled.
+            ValueError: it cannot be compiled, or was too slow to follow before.
         """
+        if grammar in self._failed:
+            raise ValueError(AMBIGUOUS)
         known = grammar in self._compiled
         compiled = self._get(grammar)
         if compiled is None:
@@ -74,7 +78,23 @@ class GrammarLoader:
         self.found += known
         from sglang_minima.grammar.constraint import Constraint
 
-        return Constraint(compiled, self._eos_ids | (stop_ids & self._tokenizer.special_ids))
+        stops = self._eos_ids | (stop_ids & self._tokenizer.special_ids)
+        return Constraint(compiled, stops, grammar, self._failed)
+
+    def leave(self, grammar: Grammar) -> None:
+        """Nobody waits for a grammar any more: it is not compiled, unless that has begun."""
+        future = self._loading.get(grammar)
+        if future is not None and future.cancel():
+            del self._loading[grammar]
+
+    def collect(self) -> None:
+        """Keeps what was compiled for requests that have left meanwhile, within the bounds of the
+        cache, and drops what failed."""
+        for grammar, future in list(self._loading.items()):
+            if future.done():
+                del self._loading[grammar]
+                if future.exception() is None:
+                    self._keep(grammar, future.result())
 
     def snapshot(self) -> dict[str, Any]:
         """Counters by name."""
@@ -92,13 +112,17 @@ class GrammarLoader:
         future = self._loading.get(grammar)
         if future is None:
             self._loading[grammar] = future = self._thread.submit(self._load, grammar)
-            future.add_done_callback(lambda _: self._wake())
+            future.add_done_callback(self._loaded)
         if not future.done():
             return None
         del self._loading[grammar]
         compiled = future.result()
         self._keep(grammar, compiled)
         return compiled
+
+    def _loaded(self, future: Future[CompiledGrammar]) -> None:
+        if not future.cancelled():
+            self._wake()
 
     def _load(self, grammar: Grammar) -> CompiledGrammar:
         # Imported here: most servers never need it, and it takes a second.

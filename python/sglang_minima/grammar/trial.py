@@ -9,6 +9,8 @@ import torch
 import xgrammar
 
 from sglang_minima.grammar.constraint import Constraint
+from sglang_minima.grammar.failed import FailedGrammars
+from sglang_minima.grammar.spec import Grammar
 from sglang_minima.runner.token_masks import mask_words
 
 TOKENS = 48
@@ -17,10 +19,13 @@ SLOW_SECONDS = 0.1
 
 
 def trial(
-    compiled: xgrammar.CompiledGrammar, eos: frozenset[int], source: random.Random
+    compiled: xgrammar.CompiledGrammar,
+    eos: frozenset[int],
+    grammar: Grammar,
+    source: random.Random,
 ) -> str | None:
     """Draws tokens that the grammar allows; returns what is wrong with it, if anything is."""
-    constraint = Constraint(compiled, eos)
+    constraint = Constraint(compiled, eos, grammar, FailedGrammars())
     mask = torch.zeros(mask_words(compiled.tokenizer_info.vocab_size), dtype=torch.int32)
     for step in range(TOKENS):
         started = time.process_time()

@@ -187,7 +187,7 @@ class Workshop:
                 f"{grammar.kind} is too large: compiled it takes "
                 f"{compiled.memory_size_bytes >> 20} MiB of at most {MAX_COMPILED_BYTES >> 20}"
             )
-        problem = trial(compiled, self._eos, random.Random(0))
+        problem = trial(compiled, self._eos, grammar, random.Random(0))
         return None if problem is None else f"{grammar.kind} {problem}"
 
 

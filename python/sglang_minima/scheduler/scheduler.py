@@ -27,7 +27,7 @@ from sglang_minima.runner.segments import Cohorts
 from sglang_minima.scheduler.outputs import draw_tokens, record_prompt_rows, take_output
 from sglang_minima.scheduler.parked import Parked
 from sglang_minima.scheduler.policy import next_victim, note_overtaking, order_waiting, twin_ahead
-from sglang_minima.scheduler.request import Request
+from sglang_minima.scheduler.request import Request, one_slow
 from sglang_minima.scheduler.statistics import Statistics
 from sglang_minima.scheduler.stopping import StopMatcher
 from sglang_minima.server_args import ServerArgs
@@ -176,7 +176,7 @@ class Scheduler:
         chunk = self._args.chunked_prefill_size
         budget = chunk if chunk > 0 else 1 << 60
         plain = not self._cache.deterministic
-        for request in self._running.copy():
+        for request in one_slow(self._running):
             if plain and request.prefilled and request.written < request.room:
                 decodes.append(request)  # as nearly all: one pending token, in a page that it has
                 continue

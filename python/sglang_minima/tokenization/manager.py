@@ -15,6 +15,7 @@ import msgspec
 
 from sglang_minima.channels import Addresses, AsyncReceiver, Sender
 from sglang_minima.grammar.checker import GrammarChecker
+from sglang_minima.grammar.failed import AMBIGUOUS
 from sglang_minima.messages import (
     AbortRequest,
     ControlReply,
@@ -241,6 +242,9 @@ class TokenizerManager:
             state.apply(update)
             if state.finish is not None:
                 del self._running[state.rid]
+                grammar = state.request.sampling.grammar
+                if grammar is not None and state.finish.message == AMBIGUOUS:
+                    self._grammars.refuse(grammar, AMBIGUOUS)
             for observer in self._observers:
                 observer.progressed(state, len(update.output.new_ids))
                 if state.finish is not None:
