@@ -25,8 +25,14 @@ _SHARE = {
         *("test_real_server", "test_tool_choice"),
     ),
     "small models' servers": (
-        *("test_anthropic_api", "test_bad_requests", "test_bench_serving", "test_chat"),
-        *("test_chat_tools", "test_dashboard_api", "test_dashboard_page", "test_flood"),
+        *("test_anthropic_api", "test_bad_requests", "test_bench_serving", "test_bounds"),
+        *(
+            "test_chat",
+            "test_chat_tools",
+            "test_dashboard_api",
+            "test_dashboard_page",
+            "test_flood",
+        ),
         *("test_generate_api", "test_info_api", "test_metrics", "test_openai_api"),
         *("test_random_bodies", "test_router", "test_structured_output"),
     ),

@@ -32,9 +32,28 @@ logger = logging.getLogger("sglang_minima")
 class _Ended(BaseException):
     """A signal asked the server to end."""
 
-    def __init__(self, signum: int) -> None:
-        super().__init__(signum)
+
+class _Ending:
+    """Handles SIGTERM and SIGINT while the server starts: raises `_Ended`.
+
+    Python drops what a handler raises inside a finalizer, and extensions may wrap it: so the signal
+    is remembered, for `check` at the next step of the start.
+    """
+
+    def __init__(self) -> None:
+        self.signum: int | None = None
+        self.stopping = False
+        """The processes are being ended: nothing may interrupt that."""
+
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
         self.signum = signum
+        if not self.stopping:
+            raise _Ended
+
+    def check(self) -> None:
+        """Raises `_Ended` if a signal has come."""
+        if self.signum is not None:
+            raise _Ended
 
 
 def main(argv: list[str] | None = None, scheduler: str = SCHEDULER) -> int:
@@ -50,19 +69,22 @@ def main(argv: list[str] | None = None, scheduler: str = SCHEDULER) -> int:
     """
     args = parse_args(argv)
     configure_logging(args.log_level)
-    signal.signal(signal.SIGTERM, _end)
-    signal.signal(signal.SIGINT, _end)
+    ending = _Ending()
+    signal.signal(signal.SIGTERM, ending)
+    signal.signal(signal.SIGINT, ending)
     try:
-        return _serve(args, scheduler)
+        return _serve(args, scheduler, ending)
     except LaunchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except _Ended as end:
-        print(f"ended by {signal.Signals(end.signum).name} while starting", file=sys.stderr)
-        return 128 + end.signum
+    except BaseException:
+        if ending.signum is None:
+            raise
+        print(f"ended by {signal.Signals(ending.signum).name} while starting", file=sys.stderr)
+        return 128 + ending.signum
 
 
-def _serve(args: ServerArgs, scheduler: str) -> int:
+def _serve(args: ServerArgs, scheduler: str, ending: _Ending) -> int:
     with _bind(args.host, args.port) as listener:
         resolved = resolve_model(args)
         group = start(resolved, scheduler)
@@ -72,12 +94,14 @@ def _serve(args: ServerArgs, scheduler: str) -> int:
             from sglang_minima.entrypoints.info_api import ServerStatus
 
             tokenizer = load_tokenizer(resolved)
+            ending.check()
             status = ServerStatus.begin(args, str(resolved.model_path), group.wait_ready())
-            # From here on a request waits for the server instead of being refused.
-            listener.listen()
+            ending.check()
+            _listen(listener, args)
             _announce(status, listener)
             death = _run_until_ended(HttpServer(status, group, tokenizer), listener)
         finally:
+            ending.stopping = True
             group.stop()
     if death is not None:
         print(f"error: {death}", file=sys.stderr)
@@ -109,6 +133,18 @@ def _bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise LaunchError(f"cannot listen on {host}:{port}: {error.strerror}") from None
     return listener
+
+
+def _listen(listener: socket.socket, args: ServerArgs) -> None:
+    """From here on a request waits for the server instead of being refused.
+
+    Raises:
+        LaunchError: another server that started at the same time was ready first.
+    """
+    try:
+        listener.listen()
+    except OSError as error:
+        raise LaunchError(f"cannot listen on {args.host}:{args.port}: {error.strerror}") from None
 
 
 def _announce(status: ServerStatus, listener: socket.socket) -> None:
@@ -160,12 +196,6 @@ def _capacity(info: dict[str, Any]) -> tuple[str, str, str]:
     recent, *stale = info["kv_kinds"]
     more = f", {info['max_stale_tokens']:,} as {stale[0]}" if stale else ""
     return f"{info['max_total_num_tokens']:,}", recent, more
-
-
-def _end(signum: int, frame: FrameType | None) -> None:
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-    raise _Ended(signum)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ from sglang_minima.parsers.answer import AnswerFormat
 
 GREEDY_TEMPERATURE = 1e-6
 MAX_STOPS = 32
+MAX_STOP_LENGTH = 4096
+MAX_STOP_TOKEN_IDS = 1024
 MAX_STOP_REGEX_LENGTH = 256
 MAX_STOP_REGEX_REPEATS = 10_000
 """Counted repeats are unrolled when a pattern is compiled: nested ones could take for ever."""
@@ -152,7 +154,16 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             f"in [1, {MAX_NEW_TOKENS}]",
         )
         _need(len(self.stop) <= MAX_STOPS, "stop", f"at most {MAX_STOPS} strings")
-        _need(all(self.stop), "stop", "non-empty strings")
+        _need(
+            all(0 < len(stop) <= MAX_STOP_LENGTH for stop in self.stop),
+            "stop",
+            f"strings of 1 to {MAX_STOP_LENGTH} characters",
+        )
+        _need(
+            len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
+            "stop_token_ids",
+            f"at most {MAX_STOP_TOKEN_IDS} ids",
+        )
         _need(len(self.stop_regex) <= MAX_STOPS, "stop_regex", f"at most {MAX_STOPS} patterns")
         for pattern in self.stop_regex:
             _need(

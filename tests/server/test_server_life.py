@@ -13,8 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 import requests
-from server_kit import HERE, RunningServer, begin_request, start_server
+from server_kit import HERE, RunningServer, begin_request, free_port, start_server
 from tiny_kit import eventually
+
+from sglang_minima.command_line import parse_args
+from sglang_minima.launch_server import _bind, _listen
+from sglang_minima.processes import LaunchError
 
 SLOW = {"text": "abc", "sampling_params": {"max_new_tokens": 400}}
 KEY = {"Authorization": "Bearer sesame"}
@@ -241,6 +245,44 @@ def test_signal_while_starting(model_dir: Path) -> None:
     assert server.process.returncode == 128 + signal.SIGTERM
     assert output == "ended by SIGTERM while starting\n"
     assert not psutil.wait_procs(children, timeout=15)[1]
+
+
+LOST_SIGNAL = """
+import os, signal, sys
+from server_kit import FAKE_SCHEDULER
+from sglang_minima import launch_server
+
+class Finalized:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+load = launch_server.load_tokenizer
+def signalled(args):
+    Finalized()
+    return load(args)
+
+launch_server.load_tokenizer = signalled
+if __name__ == "__main__":
+    sys.exit(launch_server.main(scheduler=FAKE_SCHEDULER))
+"""
+
+
+def test_a_signal_in_a_finalizer_is_not_lost(model_dir: Path, tmp_path: Path) -> None:
+    """Python only prints what a finalizer raises."""
+    (tmp_path / "lost.py").write_text(LOST_SIGNAL)
+    server = start_server([str(tmp_path / "lost.py"), *program(model_dir)[1:]], wait=False)
+    output = server.process.communicate(timeout=60)[0]
+    assert server.process.returncode == 128 + signal.SIGTERM, output
+    assert output.splitlines()[-1] == "ended by SIGTERM while starting"
+
+
+def test_of_two_servers_that_start_together_one_is_told() -> None:
+    port = free_port()
+    args = parse_args(["--model-path", "m", "--host", "127.0.0.1", "--port", str(port)])
+    with _bind(args.host, port) as first, _bind(args.host, port) as second:
+        _listen(first, args)
+        with pytest.raises(LaunchError, match=f"cannot listen on 127.0.0.1:{port}: .*in use"):
+            _listen(second, args)
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,7 @@ class Dashboard:
         limit = self._manager.limits.context_length
 
         def encode() -> list[int]:
+            self._manager.refuse_overlong(text)
             if not chat:
                 return tokenizer.encode(text)
             return tokenizer.apply_chat_template([{"role": "user", "content": text}])

@@ -49,7 +49,7 @@ def add_anthropic_routes(
 
     @answering_errors(anthropic_error)
     async def messages(request: Request) -> Response:
-        body = convert_body(await read_json(request), MessagesBody)
+        body = convert_body(await read_json(request), MessagesBody, manager.bounds)
         body.sampling(vocab_size, None)  # cheap, and tells before the work
         chat = await render_chat(manager, renderer, body.conversation())
         sampling = body.sampling(vocab_size, chat.structural_tag)
@@ -69,7 +69,7 @@ def add_anthropic_routes(
 
     @answering_errors(anthropic_error)
     async def count_tokens(request: Request) -> Response:
-        body = convert_body(await read_json(request), CountBody)
+        body = convert_body(await read_json(request), CountBody, manager.bounds)
         chat = await render_chat(manager, renderer, body.conversation())
         return json_response({"input_tokens": len(chat.prompt)})
 

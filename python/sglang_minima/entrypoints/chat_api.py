@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sglang_minima.entrypoints.body import read_json
+from sglang_minima.entrypoints.chat_messages import Message
 from sglang_minima.entrypoints.chat_replies import ChatStream, chat_choice
 from sglang_minima.entrypoints.chat_types import ChatBody
 from sglang_minima.entrypoints.conversation import ChatRenderer, Conversation, RenderedChat
@@ -32,8 +33,23 @@ async def render_chat(
     manager: TokenizerManager, renderer: ChatRenderer, chat: Conversation
 ) -> RenderedChat:
     """Renders a conversation without blocking the event loop for long ones."""
+
+    def render() -> RenderedChat:
+        manager.refuse_overlong("".join(_texts(chat.messages)))
+        return renderer.render(chat)
+
     size = sum(len(str(message)) for message in chat.messages)
-    return await manager.in_thread(size, lambda: renderer.render(chat))
+    return await manager.in_thread(size, render)
+
+
+def _texts(messages: list[Message]) -> Iterator[str]:
+    """The texts that a chat template shows for sure."""
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, str):
+            yield content
+        elif isinstance(content, list):
+            yield from (part["text"] for part in content if isinstance(part.get("text"), str))
 
 
 def add_chat_route(
@@ -43,7 +59,7 @@ def add_chat_route(
 
     @answering_errors(openai_error)
     async def chat_completions(request: Request) -> Response:
-        body = convert_body(await read_json(request), ChatBody)
+        body = convert_body(await read_json(request), ChatBody, manager.bounds)
         body.check()
         vocab_size = manager.limits.vocab_size
         body.sampling(body.output_limit(), vocab_size)  # cheap, and tells before the work

@@ -162,7 +162,7 @@ class Engine:
             "input_ids": input_ids,
             "sampling_params": sampling_params,
         }
-        return parse_generate(body, self._manager.limits.vocab_size)
+        return parse_generate(body, self._manager.limits.vocab_size, self._manager.bounds)
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop)

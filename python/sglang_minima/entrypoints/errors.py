@@ -35,6 +35,7 @@ _TYPES = {
     401: "AuthenticationError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
     413: "PayloadTooLargeError",
     501: "NotImplementedError",
     503: "ServiceUnavailableError",
@@ -79,6 +80,7 @@ _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
     404: "not_found_error",
+    408: "timeout_error",
     413: "request_too_large",
     503: "overloaded_error",
 }

@@ -9,7 +9,7 @@ import msgspec
 
 from sglang_minima.entrypoints.unsupported import EngineExtras
 from sglang_minima.sampling_params import PARAMETER_NAMES, InvalidRequest, SamplingParams
-from sglang_minima.tokenization.inputs import PromptInput, namespace_of
+from sglang_minima.tokenization.inputs import Bounds, PromptInput, namespace_of
 
 T = TypeVar("T")
 
@@ -51,27 +51,29 @@ class GenerateCall:
     stream: bool
 
 
-def convert_body(raw: Any, body_type: type[T]) -> T:
-    """Checks the types of a decoded JSON body.
+def convert_body(raw: Any, body_type: type[T], bounds: Bounds | None = None) -> T:
+    """Checks the types of a decoded JSON body, after its size where that is bounded.
 
     Raises:
-        InvalidRequest: not an object, or a field of the wrong type.
+        InvalidRequest: not an object, too large, or a field of the wrong type.
     """
     if not isinstance(raw, dict):
         raise InvalidRequest("the body must be a JSON object")
+    if bounds is not None:
+        bounds.check(raw)
     try:
         return msgspec.convert(raw, body_type)
     except msgspec.ValidationError as error:
         raise InvalidRequest(str(error)) from None
 
 
-def parse_generate(raw: Any, vocab_size: int) -> GenerateCall:
+def parse_generate(raw: Any, vocab_size: int, bounds: Bounds) -> GenerateCall:
     """Checks a decoded `/generate` body.
 
     Raises:
         InvalidRequest: with one sentence for the client.
     """
-    body = convert_body(raw, GenerateBody)
+    body = convert_body(raw, GenerateBody, bounds)
     body.refuse_extras()
     for name in raw:
         if raw[name] is not None and name in _SAMPLING_NAMES:
@@ -80,10 +82,11 @@ def parse_generate(raw: Any, vocab_size: int) -> GenerateCall:
     prompts, batch = _prompts(body)
     size = len(prompts)
     rids, group = _rids(body.rid, size, batch)
-    sampling = [
-        SamplingParams.from_dict(values, vocab_size)
-        for values in _spread("sampling_params", body.sampling_params, size, batch)
-    ]
+    if isinstance(body.sampling_params, list):
+        values = _spread("sampling_params", body.sampling_params, size, batch)
+        sampling = [SamplingParams.from_dict(value, vocab_size) for value in values]
+    else:
+        sampling = [SamplingParams.from_dict(body.sampling_params, vocab_size)] * size
     logprobs = _spread("return_logprob", body.return_logprob, size, batch)
     starts = _spread("logprob_start_len", body.logprob_start_len, size, batch)
     tops = _spread("top_logprobs_num", body.top_logprobs_num, size, batch)

@@ -29,7 +29,7 @@ def add_native_routes(app: FastAPI, manager: TokenizerManager) -> None:
 
     @answering_errors(native_error)
     async def generate(request: Request) -> Response:
-        call = parse_generate(await read_json(request), manager.limits.vocab_size)
+        call = parse_generate(await read_json(request), manager.limits.vocab_size, manager.bounds)
         generation = await manager.submit(call.prompts, call.group)
         request.state.request_id = call.group or generation.states[0].rid
         if call.stream:

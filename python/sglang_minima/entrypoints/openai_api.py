@@ -93,7 +93,7 @@ def add_openai_routes(app: FastAPI, manager: TokenizerManager, model_name: str) 
 
     @answering_errors(openai_error)
     async def completions(request: Request) -> Response:
-        body = convert_body(await read_json(request), CompletionBody)
+        body = convert_body(await read_json(request), CompletionBody, manager.bounds)
         body.check()
         prompts = body.prompts()
         limit = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens

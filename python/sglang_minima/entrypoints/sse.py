@@ -22,6 +22,10 @@ CLIENT_CLOSED = 499
 """Status of an answer that nobody will read."""
 
 
+_CLOSING = (408, 413)
+"""After these the rest of a body may still come: the connection is of no use any more."""
+
+
 class ClientGone(Exception):
     """The client closed the connection before the answer was complete."""
 
@@ -155,7 +159,10 @@ def answering_errors(error_body: ErrorBody) -> Callable[[Handler], Handler]:
                 return Response(status_code=CLIENT_CLOSED)
             except Exception as error:
                 failure = to_http_error(error)
-                return json_response(error_body(failure), failure.status)
+                response = json_response(error_body(failure), failure.status)
+                if failure.status in _CLOSING:
+                    response.headers["connection"] = "close"
+                return response
 
         return wrapped
 

@@ -20,6 +20,10 @@ from sglang_minima.sampling_params import InvalidRequest
 from sglang_minima.tokenization.inputs import check_token_ids
 from sglang_minima.tokenization.manager import TokenizerManager
 
+_CHARACTERS_PER_TOKEN = 256
+"""A call may have this often the context in characters: more would keep everybody's prompts waiting
+for the tokenizer."""
+
 
 class TokenizeBody(ChatBody, kw_only=True):
     """A text, a list of texts, or the messages and tools of a chat."""
@@ -52,7 +56,7 @@ def add_tokenize_routes(app: FastAPI, manager: TokenizerManager, renderer: ChatR
 
     @answering_errors(openai_error)
     async def tokenize(request: Request) -> Response:
-        body = convert_body(await read_json(request), TokenizeBody)
+        body = convert_body(await read_json(request), TokenizeBody, manager.bounds)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("give either prompt or messages")
         tokens: list[Any]
@@ -63,6 +67,9 @@ def add_tokenize_routes(app: FastAPI, manager: TokenizerManager, renderer: ChatR
         else:
             texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
             special = body.add_special_tokens is not False
+            most = _CHARACTERS_PER_TOKEN * limits.context_length
+            if sum(map(len, texts)) > most:
+                raise InvalidRequest(f"prompt has more than {most} characters")
             rows = await manager.in_thread(
                 sum(map(len, texts)), lambda: [encode(text, special) for text in texts]
             )

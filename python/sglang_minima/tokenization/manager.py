@@ -27,7 +27,13 @@ from sglang_minima.messages import (
 )
 from sglang_minima.sampling_params import InvalidRequest, SamplingParams
 from sglang_minima.server_args import ServerArgs
-from sglang_minima.tokenization.inputs import PromptInput, check_token_ids
+from sglang_minima.tokenization.inputs import (
+    Bounds,
+    PromptInput,
+    check_token_ids,
+    prompt_too_long,
+    too_many_sequences,
+)
 from sglang_minima.tokenization.state import (
     EngineDead,
     Generation,
@@ -101,6 +107,11 @@ class TokenizerManager:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
         self._task = asyncio.get_running_loop().create_task(self._receive())
         self._task.add_done_callback(self._receiver_ended)
+
+    @property
+    def bounds(self) -> Bounds:
+        """What a call cannot exceed."""
+        return Bounds(self._capacity, self.limits.context_length)
 
     @property
     def num_running(self) -> int:
@@ -301,23 +312,30 @@ class TokenizerManager:
             check_token_ids(prompt, self.limits.vocab_size, "input_ids")
             ids = prompt
         else:
-            probe = self.limits.context_length * _PROBE_CHARACTERS_PER_TOKEN
-            if len(prompt) > 2 * probe:
-                # A text of many megabytes must not occupy the tokenizer only to be refused.
-                seen = len(self.tokenizer.encode(prompt[:probe]))
-                if seen > self.limits.context_length:
-                    self._check_length(seen, "at least ")
+            self.refuse_overlong(prompt)
             ids = self.tokenizer.encode(prompt)
         if not ids:
             raise InvalidRequest("the prompt is empty")
         self._check_length(len(ids))
         return ids
 
+    def refuse_overlong(self, text: str) -> None:
+        """Judges a text of many megabytes by its beginning: it must not occupy the tokenizer only
+        to be refused.
+
+        Raises:
+            InvalidRequest: the beginning alone fills the context.
+        """
+        probe = self.limits.context_length * _PROBE_CHARACTERS_PER_TOKEN
+        if len(text) > 2 * probe:
+            seen = len(self.tokenizer.encode(text[:probe]))
+            if seen > self.limits.context_length:
+                self._check_length(seen, "at least ")
+
     def _check_length(self, tokens: int, precision: str = "") -> None:
         if tokens >= self.limits.context_length:
             raise InvalidRequest(
-                f"the prompt has {precision}{tokens} tokens, but the context holds "
-                f"{self.limits.context_length} tokens together with the output"
+                prompt_too_long(f"{precision}{tokens}", self.limits.context_length)
             )
         if tokens > self.limits.max_total_tokens:
             raise InvalidRequest(
@@ -328,9 +346,7 @@ class TokenizerManager:
     def _check_room(self, count: int) -> None:
         self._check_alive()
         if count > self._capacity:
-            raise InvalidRequest(
-                f"the call asks for {count} sequences, the server takes {self._capacity} at a time"
-            )
+            raise InvalidRequest(too_many_sequences(count, self._capacity))
         if len(self._running) + count > self._capacity:
             raise QueueFull(QUEUE_FULL)
 
