@@ -104,6 +104,8 @@ def test_the_line_of_a_turn() -> None:
 def test_on_a_terminal(fake: RunningServer) -> None:
     child, terminal = pty.fork()
     if child == 0:
+        # Whoever starts the tests in the background may have made them ignore Ctrl-C.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         command = [sys.executable, "-m", "sglang_minima.chat", "--url", fake.url]
         os.execve(sys.executable, [*command, "--max-tokens", "6"], ENVIRONMENT)
     seen = ""
