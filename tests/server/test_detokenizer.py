@@ -113,3 +113,12 @@ def test_half_a_character_at_the_end(tokenizer: Tokenizer) -> None:
     output = outputs(tokenizer, ["a"], FinishReason("length"), [])[0]
     output.new_ids = ids
     assert Detokenizer(tokenizer).decode(output).text == tokenizer.decode(ids)
+
+
+def test_stops_go_no_further(tokenizer: Tokenizer) -> None:
+    """The HTTP process has no use for them, and a client may have sent many."""
+    detokenizer = Detokenizer(tokenizer)
+    made = outputs(tokenizer, ["aq", "q", "b"], FinishReason("length"), ["qqq"])
+    updates = [detokenizer.decode(output) for output in made]
+    assert [update.output.stop for update in updates] == [[], [], []]
+    assert read(updates) == ["a", "a", "aqqb"]

@@ -85,6 +85,7 @@ class Detokenizer:
                 output.spaces_between_special_tokens,
             )
             stream = self._streams[output.rid] = _Stream(decoder, output.stop)
+            output.stop = []  # the HTTP process has no use for them
         finish = output.finish
         stream.push(_text_ids(output), final=finish is not None)
         if finish is not None:
