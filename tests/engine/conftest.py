@@ -1,13 +1,10 @@
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -17,8 +14,6 @@ from sglang_minima.models.embedded import find_embedded_model
 from sglang_minima.models.resolve import resolve_model_path
 from sglang_minima.runner.model_runner import ModelRunner
 from sglang_minima.tokenization.tokenizer import Tokenizer
-
-SHORT_LAYERS = 6
 
 
 @pytest.fixture(scope="session")
@@ -61,19 +56,6 @@ def embedded_dir() -> Path:
 @pytest.fixture(scope="session")
 def embedded_runner(embedded_dir: Path) -> ModelRunner:
     return make_runner(embedded_dir)
-
-
-@pytest.fixture(scope="session")
-def short_runner(embedded_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
-    """The embedded model without all but its first layers: real weights for less work."""
-    path = tmp_path_factory.mktemp("short")
-    config = json.loads((embedded_dir / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": SHORT_LAYERS}))
-    with safe_open(embedded_dir / "model.safetensors", framework="pt") as whole:
-        split = {name: name.split(".") for name in sorted(whole.keys())}
-        names = [n for n, p in split.items() if p[1] != "layers" or int(p[2]) < SHORT_LAYERS]
-        save_file({name: whole.get_tensor(name) for name in names}, path / "model.safetensors")
-    return make_runner(path)
 
 
 @pytest.fixture(scope="session")

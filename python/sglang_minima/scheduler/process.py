@@ -13,7 +13,6 @@ from minima_kernels import KVGeometry
 from minima_kernels.allocator import keep_freed_memory
 from minima_kernels.cpu.library import current_level
 from minima_kernels.cpu.route import fallback_reason
-from minima_kernels.cuda.route import decode_reason, group_reason
 from minima_kernels.routes import ROUTES
 from minima_radix import Namespace, check
 from sglang_minima import __version__
@@ -211,12 +210,7 @@ class SchedulerProcess:
             lacking = self.runner.kernels_reason(self.arena)
             return "cuda" if lacking is None else f"torch ({lacking})"
         formats = {format_ for kind in self.arena.profile.kinds for format_ in kind.formats}
-        config, geometry, device = self.runner.config, self.arena.geometry, self.runner.device
-        if device.type == "cuda":
-            reason = decode_reason(formats, geometry, device)
-            reason = reason or group_reason(config.num_heads // config.num_kv_heads)
-            return "CUDA" if reason is None else f"torch ({reason})"
-        reason = fallback_reason(formats, geometry, device)
+        reason = fallback_reason(formats, self.arena.geometry, self.runner.device)
         return f"native {current_level()}" if reason is None else f"torch ({reason})"
 
     def load(self) -> dict[str, int]:

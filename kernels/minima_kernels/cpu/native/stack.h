@@ -46,7 +46,8 @@ struct MinimaStep {
 
 // x: float32 [rows, outputs of the last layer], in place: embeddings become hidden states after the
 // final norm. Computes what the calls for each layer one by one do: minima_linear, minima_rotate,
-// minima_hadamard, minima_append, minima_decode. A row of the result is the same bits on any number of threads, for one plan.
+// minima_hadamard, minima_append, minima_decode. For one plan, a row of the result is the same bits
+// on any number of threads.
 MINIMA_EXPORT void minima_decode_layers(const MinimaStack* stack, const MinimaStep* step, float* x,
                                         int threads);
 
