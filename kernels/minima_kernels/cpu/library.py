@@ -156,6 +156,22 @@ def _declare(native: ctypes.CDLL) -> None:
         integer,
     ]
     native.minima_decode_layers.restype = None
+    native.minima_rms_norm.argtypes = [
+        pointer,
+        *[ctypes.c_int64] * 2,  # rows, dim
+        pointer,  # weight
+        real,
+        pointer,  # out
+    ]
+    native.minima_rms_norm.restype = None
+    native.minima_angles.argtypes = [
+        pointer,
+        real,
+        pointer,  # positions
+        *[ctypes.c_int64] * 2,  # rows, dim
+        *[pointer] * 2,  # cos, sin
+    ]
+    native.minima_angles.restype = None
 
 
 @cache

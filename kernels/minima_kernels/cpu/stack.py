@@ -45,6 +45,44 @@ class RotaryAngles(NamedTuple):
     amplitude: float
     """Of cosines and sines."""
 
+    def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines, float32 ``[N, 1, D]`` each, of int64 ``[N]``: the same bits as in
+        `NativeStack.run`."""
+        native = native_library()
+        assert native is not None
+        inverse, positions = self.inverse.contiguous(), positions.contiguous()
+        rows, dim = len(positions), 2 * len(inverse)
+        cos, sin = torch.empty(rows, 1, dim), torch.empty(rows, 1, dim)
+        native.minima_angles(
+            inverse.data_ptr(),
+            self.amplitude,
+            positions.data_ptr(),
+            rows,
+            dim,
+            cos.data_ptr(),
+            sin.data_ptr(),
+        )
+        return cos, sin
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm over the last axis of float32 ``[..., D]``: the same bits as in `NativeStack.run`.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
+    native = native_library()
+    assert native is not None
+    dim = x.shape[-1]
+    if x.dtype != torch.float32 or weight.dtype != torch.float32 or weight.shape != (dim,):
+        raise ValueError(f"no norm of {x.dtype} {list(x.shape)} with {list(weight.shape)}")
+    x, weight = x.contiguous(), weight.contiguous()
+    out = torch.empty_like(x)
+    native.minima_rms_norm(
+        x.data_ptr(), x.numel() // dim, dim, weight.data_ptr(), eps, out.data_ptr()
+    )
+    return out
+
 
 class DecodeStep(NamedTuple):
     """Where the new tokens of a step go and what they attend to; one row a request."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,9 @@ from torch import Tensor, nn
 from sglang_minima.models.backend import AttentionBackend, RopeBackend
 from sglang_minima.models.config import ModelConfig
 from sglang_minima.models.layers import Attention, GatedMLP, Linear, RMSNorm, Rotary
+
+Angles = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Positions to cosines and sines, as `Rotary`."""
 
 
 class DecoderLayer(nn.Module):
@@ -41,7 +45,7 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_eps)
 
     def forward(
-        self, x: Tensor, positions: Tensor, rotary: Rotary, backend: AttentionBackend | RopeBackend
+        self, x: Tensor, positions: Tensor, rotary: Angles, backend: AttentionBackend | RopeBackend
     ) -> Tensor:
         """Embeddings [N, hidden_size] -> hidden states after the final norm."""
         cos, sin = rotary(positions)

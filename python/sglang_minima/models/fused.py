@@ -8,11 +8,23 @@ import torch
 from torch import Tensor, nn
 
 from minima_kernels.cpu.linear import Input
-from minima_kernels.cpu.stack import HeadNorm, LayerParts, NativeStack, RotaryAngles
+from minima_kernels.cpu.stack import HeadNorm, LayerParts, NativeStack, RotaryAngles, rms_norm
 from sglang_minima.models.backend import AttentionBackend, RopeBackend, StepBackend
-from sglang_minima.models.causal_lm import CausalLM, Decoder, DecoderLayer
+from sglang_minima.models.causal_lm import Angles, CausalLM, Decoder, DecoderLayer
 from sglang_minima.models.layers import Attention, RMSNorm, Rotary
 from sglang_minima.models.quantization import BlockLinear
+
+
+class NativeNorm(RMSNorm):
+    """A norm with the bits of `NativeStack`: rounding of keys makes more of the last one."""
+
+    def __init__(self, norm: RMSNorm) -> None:
+        nn.Module.__init__(self)
+        self.weight = norm.weight
+        self.eps = norm.eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
 
 
 class FusedLayer(nn.Module):
@@ -40,6 +52,13 @@ class FusedLayer(nn.Module):
         )
         self._gated = Input.gated(down.inputs)
 
+    def use_native_norms(self) -> None:
+        """Norms of heads, where there are some, become those of a native stack."""
+        attention = self.self_attn
+        if attention.q_norm is not None and attention.k_norm is not None:
+            attention.q_norm = NativeNorm(attention.q_norm)
+            attention.k_norm = NativeNorm(attention.k_norm)
+
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, backend: AttentionBackend) -> Tensor:
         parts = self.parts
         qkv = parts.qkv.multiply(x, parts.attention_input)
@@ -53,26 +72,27 @@ class FusedDecoder(Decoder):
     """A decoder of fused layers alone: a decode step is one native call.
 
     With one row a layer takes a tenth of a millisecond. Python between the products of each would
-    take longer, and the threads that share them would fall asleep meanwhile.
+    take longer, and the threads that share them would fall asleep meanwhile. Other steps run layer
+    by layer, with the same bits for the same row.
     """
 
     def __init__(self, decoder: Decoder, layers: Sequence[FusedLayer], rotary: Rotary) -> None:
         nn.Module.__init__(self)
         self.embed_tokens = decoder.embed_tokens
         self.layers = decoder.layers
-        self.norm = decoder.norm
-        self.stack = NativeStack(
-            [layer.parts for layer in layers],
-            _normed(decoder.norm),
-            RotaryAngles(rotary.inverse, rotary.amplitude),
-        )
+        self.norm = NativeNorm(decoder.norm)
+        self._angles = RotaryAngles(rotary.inverse, rotary.amplitude)
+        parts = [layer.parts for layer in layers]
+        self.stack = NativeStack(parts, _normed(decoder.norm), self._angles)
+        for layer in layers:
+            layer.use_native_norms()
 
     def forward(
-        self, x: Tensor, positions: Tensor, rotary: Rotary, backend: AttentionBackend | RopeBackend
+        self, x: Tensor, positions: Tensor, rotary: Angles, backend: AttentionBackend | RopeBackend
     ) -> Tensor:
         step = backend.decode_step() if isinstance(backend, StepBackend) else None
         if step is None:
-            return super().forward(x, positions, rotary, backend)
+            return super().forward(x, positions, self._angles.at, backend)
         return self.stack.run(step, x, positions)
 
 

@@ -141,13 +141,6 @@ void multiply(const MinimaMatrix& matrix, const MinimaInput& input, const float*
   });
 }
 
-void normalise(const MinimaInput& input, const float* x, int64_t rows, int64_t inputs,
-               float* out) {
-  const LinearLevel& level = current_linear();
-  for (int64_t row = 0; row < rows; ++row)
-    level.normalise(x + row * inputs, inputs, input.norm_weight, input.eps, out + row * inputs);
-}
-
 }  // namespace minima
 
 using namespace minima;

@@ -98,9 +98,6 @@ void multiply(const MinimaMatrix& matrix, const MinimaInput& input, const float*
               const float* residual, int64_t rows, float* out, int threads,
               int64_t thread_products);
 
-// Rows of RMSNorm, `inputs` a multiple of 32; x and out may be the same.
-void normalise(const MinimaInput& input, const float* x, int64_t rows, int64_t inputs, float* out);
-
 extern const LinearLevel portable_linear;
 #if defined(__x86_64__)
 extern const LinearLevel avx2_linear;

@@ -21,18 +21,6 @@ const MinimaInput plain_input = {kPlain, 0, nullptr}, gated_input = {kGated, 0, 
 
 thread_local Buffer scratch;
 
-// RMSNorm of heads one after another, in place.
-void normalise_heads(float* x, int64_t heads, int64_t dim, const float* weight, float eps) {
-  for (float* end = x + heads * dim; x < end; x += dim) {
-    float sums[8] = {};
-    for (int64_t i = 0; i < dim; ++i) sums[i % 8] += x[i] * x[i];
-    float total = 0;
-    for (const float sum : sums) total += sum;
-    const float factor = 1 / std::sqrt(total / static_cast<float>(dim) + eps);
-    for (int64_t i = 0; i < dim; ++i) x[i] = x[i] * factor * weight[i];
-  }
-}
-
 class Run {
  public:
   Run(const MinimaStack& stack, const MinimaStep& step, int threads)
@@ -67,7 +55,7 @@ class Run {
       *parts[i] = at;
       at += padded(sizes[i]);
     }
-    angles(stack.rotary, stack.amplitude);
+    minima_angles(stack.rotary, stack.amplitude, step.positions, rows_, dim_, cos_, sin_);
   }
 
   void layer(const MinimaLayer& layer, int64_t index, float* x) {
@@ -79,21 +67,6 @@ class Run {
   }
 
  private:
-  // Cosines and sines of all rows, for both halves of a head.
-  void angles(const float* rotary, float amplitude) const {
-    const int64_t half = dim_ / 2;
-    for (int64_t row = 0; row < rows_; ++row) {
-      const auto position = static_cast<float>(step_.positions[row]);
-      float *cos = cos_ + row * dim_, *sin = sin_ + row * dim_;
-      for (int64_t i = 0; i < half; ++i) {
-        const float angle = position * rotary[i];
-        cos[i] = cos[i + half] = std::cos(angle) * amplitude;
-        sin[i + half] = std::sin(angle) * amplitude;
-        sin[i] = -sin[i + half];
-      }
-    }
-  }
-
   void product(const MinimaMatrix& matrix, const MinimaInput& input, const float* x,
                const float* residual, float* out) const {
     multiply(matrix, input, x, residual, rows_, out, threads_, kAwakeProducts);
@@ -102,9 +75,9 @@ class Run {
   void attend(const MinimaLayer& layer, int64_t index) {
     for (int64_t row = 0; row < rows_; ++row) {
       float* q = qkv_ + row * stride_;
-      if (layer.q_norm) normalise_heads(q, heads_, dim_, layer.q_norm, layer.head_eps);
+      if (layer.q_norm) minima_rms_norm(q, heads_, dim_, layer.q_norm, layer.head_eps, q);
       float* k = q + heads_ * dim_;
-      if (layer.k_norm) normalise_heads(k, kv_heads_, dim_, layer.k_norm, layer.head_eps);
+      if (layer.k_norm) minima_rms_norm(k, kv_heads_, dim_, layer.k_norm, layer.head_eps, k);
     }
     turn(qkv_, heads_, q_);
     turn(qkv_ + heads_ * dim_, kv_heads_, k_);
@@ -146,5 +119,33 @@ void minima_decode_layers(const MinimaStack* stack, const MinimaStep* step, floa
                           int threads) {
   Run run(*stack, *step, threads);
   for (int64_t i = 0; i < stack->num_layers; ++i) run.layer(stack->layers[i], i, x);
-  normalise(*stack->final_norm, x, step->plan->num_rows, stack->layers->down->outputs, x);
+  const MinimaInput& norm = *stack->final_norm;
+  minima_rms_norm(x, step->plan->num_rows, stack->layers->down->outputs, norm.norm_weight, norm.eps,
+                  x);
+}
+
+void minima_rms_norm(const float* x, int64_t rows, int64_t dim, const float* weight, float eps,
+                     float* out) {
+  for (int64_t row = 0; row < rows; ++row, x += dim, out += dim) {
+    float sums[8] = {};
+    for (int64_t i = 0; i < dim; ++i) sums[i % 8] += x[i] * x[i];
+    float total = 0;
+    for (const float sum : sums) total += sum;
+    const float factor = 1 / std::sqrt(total / static_cast<float>(dim) + eps);
+    for (int64_t i = 0; i < dim; ++i) out[i] = x[i] * factor * weight[i];
+  }
+}
+
+void minima_angles(const float* rotary, float amplitude, const int64_t* positions, int64_t rows,
+                   int64_t dim, float* cos, float* sin) {
+  const int64_t half = dim / 2;
+  for (int64_t row = 0; row < rows; ++row, cos += dim, sin += dim) {
+    const auto position = static_cast<float>(positions[row]);
+    for (int64_t i = 0; i < half; ++i) {
+      const float angle = position * rotary[i];
+      cos[i] = cos[i + half] = std::cos(angle) * amplitude;
+      sin[i + half] = std::sin(angle) * amplitude;
+      sin[i] = -sin[i + half];
+    }
+  }
 }

@@ -51,4 +51,12 @@ struct MinimaStep {
 MINIMA_EXPORT void minima_decode_layers(const MinimaStack* stack, const MinimaStep* step, float* x,
                                         int threads);
 
+// What else the calls for each layer need for the same bits as `minima_decode_layers`.
+// RMSNorm of rows [rows, dim] one after another; x and out may be the same.
+MINIMA_EXPORT void minima_rms_norm(const float* x, int64_t rows, int64_t dim, const float* weight,
+                                   float eps, float* out);
+// cos, sin: float32 [rows, dim], as minima_rotate takes them.
+MINIMA_EXPORT void minima_angles(const float* rotary, float amplitude, const int64_t* positions,
+                                 int64_t rows, int64_t dim, float* cos, float* sin);
+
 }  // extern "C"
