@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -11,47 +13,65 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_pages import Pages, relative_error
 
-from minima_kernels import KVGeometry, Segment
+from minima_kernels import KVGeometry, PageKind, Segment
 from minima_kernels.attention.segments import SegmentTable, check_segments
+from minima_kernels.cuda.cohort_plan import ROWS
 from minima_kernels.cuda.plan import (
     COLUMNS,
-    Items,
+    Int32Array,
     entry_rows,
-    head_blocks,
-    make_items,
-    make_merge_lists,
-    make_tiles,
     mass_columns,
     pack_arrays,
     prepare_columns,
 )
+from minima_kernels.cuda.work import Grid, Work
 from minima_kernels.transfer import read_page
 
 GEOMETRY = KVGeometry(1, 2, 64, 64)
 
 
+class Lists(NamedTuple):
+    """What ``CudaDecode`` gives the kernels."""
+
+    items: dict[int, Int32Array]  # by kind
+    cohorts: dict[int, Int32Array]
+    num_tile_slots: int
+    num_row_slots: int
+    arrays: dict[str, np.ndarray]
+
+
 def plan(
-    table: SegmentTable, num_rows: int, group_size: int, blocks: Sequence[int]
-) -> tuple[list[Items], dict[str, np.ndarray]]:
-    """The lists of a plan as ``CudaDecode`` makes them; ``blocks`` per kind."""
-    tiles = make_tiles(table, group_size)
-    heads = GEOMETRY.num_kv_heads
-    slots, lists = 0, []
-    for kind, num_blocks in enumerate(blocks):
-        chosen = np.flatnonzero(table.kind_index[tiles.segment] == kind)
-        items = make_items(table, tiles, chosen, heads, num_blocks, slots, 64)
-        slots += len(items.items)
-        lists.append(items)
-    merge = make_merge_lists(lists, tiles, num_rows, heads, group_size)
+    table: SegmentTable,
+    num_rows: int,
+    group_size: int,
+    kinds: Sequence[PageKind],
+    grids: Sequence[Grid],
+) -> Lists:
+    """The lists of a plan; ``grids`` per kind."""
+    work = Work(table, num_rows, group_size, tuple(kinds), GEOMETRY)
+    cut = work.cut(dict(enumerate(grids)))
+    for name, starts in work.arrays.items():
+        if name.startswith("item_start"):
+            items = work.arrays[name.replace("item_start", "items")]
+            assert starts[0] == 0 and starts[-1] == len(items)
+            assert (np.diff(starts) >= 0).all()
     arrays = {
-        "prepare": prepare_columns(tiles, heads * group_size, group_size),
-        "mass": mass_columns(tiles, group_size),
-        "unit_start": merge.unit_start,
-        "unit_partials": merge.unit_partials,
+        **work.arrays,
+        "prepare": prepare_columns(work.tiles, 2 * group_size, group_size),
+        "mass": mass_columns(work.tiles, group_size),
+        "rows": work.row_blocks.columns,
+        "unit_start": work.arrays["unit_start 0"],
+        "unit_partials": work.arrays["unit_partials 0"],
         "pages": table.addresses,
         "entries": entry_rows(table),
     }
-    return lists, arrays
+    return Lists(
+        {kind: work.arrays[f"items 0 {kind}"] for kind in cut.tiled},
+        {kind: work.arrays[f"items cohort 0 {kind}"] for kind in cut.cohort},
+        cut.num_tile_slots,
+        cut.num_row_slots,
+        arrays,
+    )
 
 
 def execute(
@@ -59,75 +79,105 @@ def execute(
     table: SegmentTable,
     q: torch.Tensor,
     scale: float,
-    blocks: Sequence[int],
+    grids: Sequence[Grid],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Outputs, lse and page mass of the lists, each step as the kernels do it."""
     num_rows, num_heads, dim = q.shape
     heads = GEOMETRY.num_kv_heads
     group_size = num_heads // heads
-    lists, arrays = plan(table, num_rows, group_size, blocks)
-    num_slots = sum(len(items.items) for items in lists)
-    part_m = torch.full((num_slots * COLUMNS,), float("nan"), dtype=torch.float64)
-    part_l, part_o = part_m.clone(), torch.full((len(part_m), dim), float("nan")).double()
+    lists = plan(table, num_rows, group_size, pages.kinds, grids)
+    arrays = lists.arrays
+    num_partials = lists.num_tile_slots * COLUMNS + lists.num_row_slots * ROWS
+    part_m = torch.full((num_partials,), float("nan"), dtype=torch.float64)
+    part_l, part_o = part_m.clone(), torch.full((num_partials, dim), float("nan")).double()
     mass = torch.full((len(arrays["entries"]), num_heads), float("nan"), dtype=torch.float64)
     flat_q = q.double().view(-1, dim)
-    for kind, items in enumerate(lists):
-        assert items.item_start[0] == 0 and items.item_start[-1] == len(items.items)
-        assert (np.diff(items.item_start) >= 0).all()
-        for tile_head, first, last, slot, head, last_len, entry, stride in items.items.tolist():
+
+    @cache
+    def content(kind: int, place: int) -> tuple[torch.Tensor, torch.Tensor]:
+        address = int(arrays["pages"][place])
+        k, v = read_page(pages.arena, address, pages.kinds[kind], 0, GEOMETRY)
+        return k.double(), v.double()
+
+    def attend(
+        kind: int, head: int, places: Sequence[int], last_len: int, column: int, partial: int
+    ) -> list[torch.Tensor]:
+        """One column over some places of the page list; log of the sum of each page."""
+        scores, values = [], []
+        for place in places:
+            k, v = content(kind, place)
+            length = last_len if place == places[-1] else 64
+            query = flat_q[column + head * group_size] * scale
+            scores.append(k[:length, head] @ query)
+            values.append(v[:length, head])
+        assert torch.isnan(part_m[partial])
+        part_m[partial], part_l[partial], part_o[partial] = -torch.inf, 0, 0
+        if places:
+            m = torch.cat(scores).max()
+            weights = torch.exp(torch.cat(scores) - m)
+            part_m[partial], part_l[partial] = m, weights.sum()
+            part_o[partial] = weights @ torch.cat(values)
+        return [torch.logsumexp(page_scores, 0) for page_scores in scores]
+
+    def note(entry: int, head: int, value: torch.Tensor) -> None:
+        assert torch.isnan(mass[entry, head])
+        mass[entry, head] = value
+
+    for kind, items in lists.items.items():
+        for tile_head, first, last, slot, head, last_len, entry, stride in items.tolist():
             columns = arrays["prepare"][tile_head // heads].tolist()
             places = arrays["mass"][tile_head // heads].tolist()
-            parts = []
-            for place in range(first, last):
-                address = int(arrays["pages"][place])
-                k, v = read_page(pages.arena, address, pages.kinds[kind], 0, GEOMETRY)
-                length = last_len if place == last - 1 else 64
-                parts.append((k[:length, head].double(), v[:length, head].double()))
             for n, (column, where) in enumerate(zip(columns, places, strict=True)):
                 assert (column < 0) == (where < 0)
                 if column < 0:
                     continue
-                query = flat_q[column + head * group_size] * scale
-                scores = [k @ query for k, _ in parts]
-                m = torch.cat(scores).max()
-                weights = torch.exp(torch.cat(scores) - m)
                 at = slot * COLUMNS + n
-                assert torch.isnan(part_m[at])
-                part_m[at], part_l[at] = m, weights.sum()
-                part_o[at] = weights @ torch.cat([v for _, v in parts])
-                for index, page_scores in enumerate(scores):
+                sums = attend(kind, head, range(first, last), last_len, column, at)
+                for index, value in enumerate(sums):
                     cell = entry + index * stride + (where >> 8)
-                    assert torch.isnan(mass[cell, head * group_size + (where & 255)])
-                    page_sum = torch.logsumexp(page_scores, 0)
-                    mass[cell, head * group_size + (where & 255)] = page_sum
+                    note(cell, head * group_size + (where & 255), value)
+    flat_columns = arrays["prepare"].ravel()
+    for kind, items in lists.cohorts.items():
+        for block, first, last, slot, head, packed, entry, stride in items.tolist():
+            blocks, local = packed & 255, packed >> 8
+            for consumer in range(2):
+                which = consumer % blocks
+                step, skip = 3 - blocks, consumer if blocks == 1 else 0
+                for row, ref in enumerate(arrays["rows"][block + which].tolist()):
+                    if ref < 0:
+                        continue
+                    at = lists.num_tile_slots * COLUMNS + (slot + consumer) * ROWS + row
+                    chosen = range(first + skip, last, step)
+                    sums = attend(kind, head, chosen, 64, int(flat_columns[ref]), at)
+                    reader, head_in_group = divmod((local + which) * ROWS + row, group_size)
+                    for place, value in zip(chosen, sums, strict=True):
+                        cell = entry + (place - first) * stride + reader
+                        note(cell, head * group_size + head_in_group, value)
     out = torch.zeros(num_rows * num_heads, dim, dtype=torch.float64)
     lse = torch.full((num_rows * num_heads,), -torch.inf, dtype=torch.float64)
-    blocks_per_row = head_blocks(group_size)
-    for unit in range(num_rows * heads * blocks_per_row):
+    for unit in range(num_rows * num_heads):
         chosen = arrays["unit_partials"][
             arrays["unit_start"][unit] : arrays["unit_start"][unit + 1]
         ]
-        for n in range(min(group_size, COLUMNS)):
-            head_in_group = unit % blocks_per_row * COLUMNS + n
-            if head_in_group >= group_size or not len(chosen):
-                continue
-            at = torch.from_numpy(chosen.astype(np.int64)) + n
-            weight = torch.exp(part_m[at] - part_m[at].max())
-            total = (weight * part_l[at]).sum()
-            row = unit // blocks_per_row * group_size + head_in_group
-            out[row] = (weight[:, None] * part_o[at]).sum(0) / total
-            lse[row] = part_m[at].max() + total.log()
+        if not len(chosen):
+            continue
+        at = torch.from_numpy(chosen.astype(np.int64))
+        weight = torch.exp(part_m[at] - part_m[at].max())
+        total = (weight * part_l[at]).sum()
+        out[unit] = (weight[:, None] * part_o[at]).sum(0) / total
+        lse[unit] = part_m[at].max() + total.log()
     lse = lse.view(num_rows, num_heads)
     mass = torch.exp(mass - lse[torch.from_numpy(arrays["entries"])])
     return out.view(q.shape), lse, mass
 
 
 @pytest.mark.parametrize("group_size", [1, 2, 3, 4, 6, 8, 12, 16])
-@pytest.mark.parametrize("blocks", [(1, 1), (7, 3), (500, 40)])
-def test_lists_give_dense_attention(group_size: int, blocks: tuple[int, int]) -> None:
+@pytest.mark.parametrize("blocks", [(1, 1, 1), (7, 3, 5), (500, 40, 132)])
+def test_lists_give_dense_attention(group_size: int, blocks: tuple[int, int, int]) -> None:
     pages = Pages(GEOMETRY, ["tq3", "fp8"])
     segments = [
         pages.segment(0, 9, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]),
+        pages.segment(0, 5, [9, 1, 3, 4, 8, 7]),
         pages.segment(0, 3, [3, 4]),
         pages.segment(0, 1, [0]),
         pages.segment(1, 2, [0], last_page_len=17),
@@ -136,7 +186,8 @@ def test_lists_give_dense_attention(group_size: int, blocks: tuple[int, int]) ->
     ]
     table = check_segments(segments, 11, pages.kinds, GEOMETRY)
     q = pages.random(11, 2 * group_size, 64)
-    out, lse, mass = execute(pages, table, q, 0.125, blocks)
+    grids = [Grid(blocks[0], blocks[2]), Grid(blocks[1], 0)]
+    out, lse, mass = execute(pages, table, q, 0.125, grids)
     for row in range(10):
         expected, expected_lse = pages.reference(segments, row, q[row : row + 1], 0, 0.125)
         assert relative_error(out[row], expected[0]) < 1e-12
@@ -163,11 +214,12 @@ def test_every_page_is_read_once_by_every_reader(
         chosen = np.sort(generator.choice(8, readers, replace=False))
         segments.append(Segment(np.arange(page, page + pages), 0, 64, chosen))
         page += pages
-    kinds = Pages(GEOMETRY, ["tq3"]).kinds
+    kinds = Pages(GEOMETRY, ["fp8"]).kinds
     table = check_segments(segments, 8, kinds, GEOMETRY)
-    (items,), arrays = plan(table, 8, group_size, [num_blocks])
+    lists = plan(table, 8, group_size, kinds, [Grid(num_blocks, 0)])
+    items, arrays = lists.items[0], lists.arrays
     seen = np.zeros((page, 8, 2 * group_size), dtype=np.int64)
-    for tile_head, first, last, _, head, *_ in items.items.tolist():
+    for tile_head, first, last, _, head, *_ in items.tolist():
         for column in arrays["prepare"][tile_head // 2]:
             if column >= 0:
                 row, head_in_group = divmod(int(column), 2 * group_size)
@@ -177,12 +229,52 @@ def test_every_page_is_read_once_by_every_reader(
         expected[np.ix_(segment.addresses, segment.readers)] = 1
     assert np.array_equal(seen, expected)
     # Equal ranges: no block has more than a page above its share, warps without work excepted.
-    work = items.items[:, 2] - items.items[:, 1]
-    per_block = np.add.reduceat(np.append(work, 0), items.item_start[:-1])
-    per_block[np.diff(items.item_start) == 0] = 0
+    work = items[:, 2] - items[:, 1]
+    start = arrays["item_start 0 0"]
+    per_block = np.add.reduceat(np.append(work, 0), start[:-1])
+    per_block[np.diff(start) == 0] = 0
     used = min(num_blocks, -(-int(work.sum()) // 4))
     assert per_block.max() <= -(-int(work.sum()) // used)
     assert (per_block > 0).sum() == used
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(1, 300), st.integers(4, 40)), min_size=1, max_size=12),
+    st.sampled_from([4, 5, 6, 8, 16]),
+    st.integers(1, 140),
+    st.integers(0, 1000),
+)
+def test_cohorts_read_every_page_once_at_equal_cost(
+    runs: list[tuple[int, int]], group_size: int, num_blocks: int, seed: int
+) -> None:
+    generator = np.random.default_rng(seed)
+    segments, page = [], 0
+    for pages, readers in runs:
+        chosen = np.sort(generator.choice(40, readers, replace=False))
+        segments.append(Segment(np.arange(page, page + pages), 0, 64, chosen))
+        page += pages
+    kinds = Pages(GEOMETRY, ["tq3"]).kinds
+    table = check_segments(segments, 40, kinds, GEOMETRY)
+    lists = plan(table, 40, group_size, kinds, [Grid(500, num_blocks)])
+    assert not lists.items and lists.num_tile_slots == 0
+    items, columns = lists.cohorts[0], lists.arrays["prepare"].ravel()
+    seen = np.zeros((page, 40, 2 * group_size), dtype=np.int64)
+    for block, first, last, _, head, packed, *_ in items.tolist():
+        for which in range(packed & 255):
+            refs = lists.arrays["rows"][block + which]
+            row, head_in_group = np.divmod(columns[refs[refs >= 0]], 2 * group_size)
+            seen[first:last, row, head * group_size + head_in_group] += 1
+    expected = np.zeros_like(seen)
+    for segment in segments:
+        expected[np.ix_(segment.addresses, segment.readers)] = 1
+    assert np.array_equal(seen, expected)
+    cost = (items[:, 2] - items[:, 1]) * np.where(items[:, 5] & 255 == 2, 2, 1.35)
+    start = lists.arrays["item_start cohort 0 0"]
+    per_block = np.add.reduceat(np.append(cost, 0), start[:-1])
+    per_block[np.diff(start) == 0] = 0
+    used = min(num_blocks, int((items[:, 2] - items[:, 1]).sum()))
+    assert per_block.max() <= cost.sum() / used + 2
 
 
 def test_packed_arrays_start_at_16_bytes() -> None:

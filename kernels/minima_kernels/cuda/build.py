@@ -15,13 +15,14 @@ from minima_kernels.cuda.order import HEAD_DIMS, PAGE_SIZE
 from minima_kernels.cuda.variants import (
     Variant,
     append_variant,
+    cohort_variant,
     decode_variant,
     mass_variant,
     merge_variant,
     prepare_variant,
     unsupported,
 )
-from minima_kernels.formats import parse_format
+from minima_kernels.formats import TQ, parse_format
 from minima_kernels.geometry import KVGeometry
 
 FORMATS = ("tq3", "tq(16,4)", "tq(16,8)", "tq(8,4)", "tq(4,4)", "fp8", "bf16", "f16")
@@ -48,6 +49,8 @@ def variants(
             found |= {decode_variant(format_, geometry, count): None for count in bits}
             if format_.appendable:
                 found |= {append_variant(format_, geometry): None}
+            if isinstance(format_, TQ):
+                found |= {cohort_variant(format_, geometry, count): None for count in bits}
         found |= {prepare_variant(geometry): None, mass_variant(geometry): None}
         found |= {merge_variant(geometry, split): None for split in (1, 4)}
     return list(found)

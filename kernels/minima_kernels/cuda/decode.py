@@ -11,27 +11,24 @@ import torch
 
 from minima_kernels.attention.output import AttentionOutput
 from minima_kernels.attention.segments import SegmentTable
+from minima_kernels.cuda.cohort_plan import ROWS
 from minima_kernels.cuda.driver import Argument, Launch
 from minima_kernels.cuda.plan import (
     COLUMNS,
-    IntArray,
-    Tiles,
     entry_rows,
-    head_blocks,
-    make_items,
-    make_merge_lists,
-    make_tiles,
     mass_columns,
     prepare_columns,
 )
 from minima_kernels.cuda.space import DecodeSpace, SpaceExceeded
 from minima_kernels.cuda.variants import (
     DTYPES,
+    cohort_variant,
     decode_variant,
     mass_variant,
     merge_variant,
     prepare_variant,
 )
+from minima_kernels.cuda.work import Cut, Grid, Work
 from minima_kernels.formats import BF16, F16, FP8, TQ, Format
 from minima_kernels.geometry import KVGeometry
 from minima_kernels.kinds import PageKind
@@ -47,13 +44,6 @@ _SPLIT = 4
 _PREPARE_Q, _PREPARE_DTYPE, _PREPARE_SCALE, _PREPARE_ROTATE, _PREPARE_SIGNS = 0, 1, 5, 6, 7
 _ATTEND_SHARE, _ATTEND_MASS = 0, -5
 _MERGE_ROTATE, _MERGE_SIGNS, _MERGE_OUT, _MERGE_DTYPE, _MERGE_LSE = 7, 8, 9, 10, 11
-
-
-class _Cut(NamedTuple):
-    """The work of all kinds cut for certain grid sizes; layers with equal sizes share it."""
-
-    number: int
-    grids: dict[int, int]  # kind index -> thread blocks
 
 
 class _Attention(NamedTuple):
@@ -96,42 +86,41 @@ class CudaDecode:
         self._query_bits = query_bits
         self._group_size = num_heads // geometry.num_kv_heads
         self._num_entries = int(table.first_entries()[-1])
-        tiles = make_tiles(table, self._group_size)
-        arrays: dict[str, IntArray] = {
-            "pages": table.addresses,
-            "prepare_columns": prepare_columns(tiles, num_heads, self._group_size),
-            "mass_columns": mass_columns(tiles, self._group_size),
-        }
-        if limits is None:
-            arrays["entry_rows"] = entry_rows(table)
-        used = np.unique(table.kind_index).tolist()
-        self._cuts: dict[tuple[int, ...], _Cut] = {}
-        self._layer_cuts: list[_Cut] = []
-        num_slots = 0
+        # In memory for many plans the partials of stacked rows begin at one place for all.
+        most_slots = None if limits is None else limits.items
+        work = Work(table, num_rows, self._group_size, kinds, geometry, most_slots)
+        used = work.used_kinds().tolist()
+        self._layer_cuts: list[Cut] = []
         for layer in range(geometry.num_layers):
-            grids = {k: self._num_blocks(kinds[k].formats[layer]) for k in used}
-            key = tuple(grids.values())
-            if key not in self._cuts:
-                self._cuts[key] = cut = _Cut(len(self._cuts), grids)
-                num_slots = max(num_slots, self._add_work(arrays, table, tiles, cut))
-            self._layer_cuts.append(self._cuts[key])
-        formats = {format_ for k in used for format_ in kinds[k].formats}
-        plain = [format_ for format_ in (F16, BF16) if format_ in formats]
-        if len(plain) == 2:
-            raise ValueError("pages of BF16 and of F16 in one plan")
-        self.signature: Hashable = None if limits is None else (num_rows, tuple(used))
-        dim, heads = geometry.head_dim, geometry.num_kv_heads
-        num_tiles = len(tiles.block)
+            grids = {k: self._grid(work, k, kinds[k].formats[layer]) for k in used}
+            self._layer_cuts.append(work.cut(grids))
+        num_tiles = len(work.tiles.block)
         most_tiles = num_tiles if limits is None else limits.tiles_of(num_rows)
         if num_tiles > most_tiles:
             raise SpaceExceeded(f"{num_tiles} tiles, room for {most_tiles}")
         # Tiles that are not there have no columns.
-        missing = np.full((most_tiles - num_tiles) * COLUMNS, -1, dtype=np.int32)
-        arrays["prepare_columns"] = np.append(arrays["prepare_columns"], missing).astype(np.int32)
-        all_tiles = num_tiles if limits is None else limits.tiles
+        columns = prepare_columns(work.tiles, num_heads, self._group_size)
+        missing = np.full((most_tiles - num_tiles, COLUMNS), -1, dtype=np.int32)
+        arrays = {
+            **work.arrays,
+            "pages": table.addresses,
+            "prepare_columns": np.concatenate((columns, missing)),
+            "mass_columns": mass_columns(work.tiles, self._group_size),
+            "rows": work.row_blocks.columns,
+        }
+        if limits is None:
+            arrays["entry_rows"] = entry_rows(table)
+        formats = {format_ for k in used for format_ in kinds[k].formats}
+        plain = [format_ for format_ in (F16, BF16) if format_ in formats]
+        if len(plain) == 2:
+            raise ValueError("pages of BF16 and of F16 in one plan")
+        dim, heads = geometry.head_dim, geometry.num_kv_heads
         self._prepared = most_tiles * heads
-        self._plane = plane = all_tiles * heads
-        most_slots = num_slots if limits is None else limits.items
+        self._plane = plane = (num_tiles if limits is None else limits.tiles) * heads
+        tile_slots = max((cut.num_tile_slots for cut in work.cuts), default=0)
+        row_slots = max((cut.num_row_slots for cut in work.cuts), default=0)
+        first_rows = max((cut.first_row_partial for cut in work.cuts), default=0)
+        most_rows = row_slots if limits is None else limits.row_slots
 
         def buffer(
             name: str, count: int, width: int, most: int, dtype: torch.dtype = torch.int32
@@ -144,17 +133,34 @@ class CudaDecode:
         self._pieces = buffer("query pieces", plane, dim * 8, plane)
         self._plain = buffer("query halves", plane, dim * 8, plane) if plain else None
         self._q_scale = buffer("query scales", plane, COLUMNS, plane, torch.float32)
-        partials = num_slots * COLUMNS, most_slots * COLUMNS
-        self._part_o = buffer("partials", partials[0], dim, partials[1], torch.float32)
-        self._part_ml = buffer("partial sums", partials[0], 2, partials[1], torch.float32)
+        self._part_o = buffer(
+            "partials",
+            tile_slots * COLUMNS,
+            dim,
+            (tile_slots if most_slots is None else most_slots) * COLUMNS,
+            torch.float32,
+        )
+        self._part_rows = buffer(
+            "partials of rows", row_slots * ROWS, dim, most_rows * ROWS, torch.float16
+        )
+        self._part_unit = buffer("units of rows", row_slots, 1, most_rows, torch.float32)
+        self._part_ml = buffer(
+            "partial sums",
+            first_rows + row_slots * ROWS,
+            2,
+            first_rows + most_rows * ROWS,
+            torch.float32,
+        )
         self._address = space.load(arrays)
+        kernels = tuple((cut.tiled, cut.cohort) for cut in work.cuts)
+        self.signature: Hashable = None if limits is None else (num_rows, kernels)
         self._attentions: dict[tuple[int, bool], tuple[_Attention, ...]] = {}
         self._prepare = self._launch(
             ("prepare", num_rows, tuple(used)), lambda: self._make_prepare(plain == [BF16])
         )
         self._merges = [
-            self._launch(("merge", num_rows, cut), partial(self._make_merge, cut))
-            for cut in range(len(self._cuts))
+            self._launch(("merge", num_rows, cut.number), partial(self._make_merge, cut))
+            for cut in work.cuts
         ]
 
     def _launch(self, key: Hashable, make: Callable[[], Launch]) -> Launch:
@@ -221,36 +227,19 @@ class CudaDecode:
             self._make_normalise(mass, lse).call(stream)
         return AttentionOutput(out, lse, mass)
 
-    def _num_blocks(self, format_: Format) -> int:
-        """Thread blocks that run at the same time: what the very kernel launched allows."""
+    def _grid(self, work: Work, kind_index: int, format_: Format) -> Grid:
+        """Thread blocks that run at the same time: what the very kernels launched allow."""
+        processors = torch.cuda.get_device_properties(self._device).multi_processor_count
         variant = decode_variant(format_, self._geometry, self._query_bits)
         function = variant.load(_kernel_name(format_, False), self._device)
-        properties = torch.cuda.get_device_properties(self._device)
-        return function.blocks_per_multiprocessor() * properties.multi_processor_count
-
-    def _add_work(
-        self, arrays: dict[str, IntArray], table: SegmentTable, tiles: Tiles, cut: _Cut
-    ) -> int:
-        """Add the items and merge lists of a cut; returns the number of partials' slots."""
-        heads, page_size = self._geometry.num_kv_heads, self._geometry.page_size
-        kinds_of_reads = table.kind_index[tiles.segment]
-        num_slots = 0
-        all_items = []
-        for kind_index, num_blocks in cut.grids.items():
-            chosen = np.flatnonzero(kinds_of_reads == kind_index)
-            items = make_items(table, tiles, chosen, heads, num_blocks, num_slots, page_size)
-            num_slots += len(items.items)
-            all_items.append(items)
-            arrays[f"items {cut.number} {kind_index}"] = items.items
-            arrays[f"item_start {cut.number} {kind_index}"] = items.item_start
-        merge = make_merge_lists(all_items, tiles, self._num_rows, heads, self._group_size)
-        arrays[f"unit_start {cut.number}"] = merge.unit_start
-        arrays[f"unit_partials {cut.number}"] = merge.unit_partials
-        return num_slots
+        has_cohorts = isinstance(format_, TQ) and work.has_cohorts(kind_index)
+        return Grid(
+            function.blocks_per_multiprocessor() * processors, processors if has_cohorts else 0
+        )
 
     def _make_prepare(self, plain_bf16: bool) -> Launch:
         function = prepare_variant(self._geometry).load("prepare", self._device)
-        arguments: list[Argument] = [None] * 14
+        arguments: list[Argument] = [None] * 13
         arguments[_PREPARE_DTYPE] = arguments[_PREPARE_ROTATE] = 0
         arguments[_PREPARE_SCALE] = 0.0
         arguments[2:5] = (
@@ -259,7 +248,6 @@ class CudaDecode:
             self._group_size,
         )
         arguments[8:] = (
-            1 if self._query_bits == 8 else 2,
             self._q_bytes,
             self._plane,
             self._pieces,
@@ -267,84 +255,109 @@ class CudaDecode:
             int(plain_bf16),
         )
         arguments.append(self._q_scale)
-        # Everything earlier on the stream, above all the append of this step's tokens, is done when
-        # it starts; what follows it may rely on that.
-        return Launch(function, (self._prepared, 1), arguments, overlaps=False)
+        return Launch(function, (self._prepared, 1), arguments, overlaps=True)
 
     def _layer_attentions(self, layer: int, page_mass: bool) -> tuple[_Attention, ...]:
         key = layer, page_mass
         found = self._attentions.get(key)
         if found is None:
             cut = self._layer_cuts[layer]
+            work = [(True, k) for k in cut.cohort] + [(False, k) for k in cut.tiled]
             found = self._attentions[key] = tuple(
-                self._attention(layer, page_mass, cut, kind_index, chained=place > 0)
-                for place, kind_index in enumerate(cut.grids)
+                self._attention(layer, page_mass, cut, kind, is_cohort, chained=place > 0)
+                for place, (is_cohort, kind) in enumerate(work)
             )
         return found
 
     def _attention(
-        self, layer: int, page_mass: bool, cut: _Cut, kind_index: int, *, chained: bool
+        self,
+        layer: int,
+        page_mass: bool,
+        cut: Cut,
+        kind_index: int,
+        is_cohort: bool,
+        *,
+        chained: bool,
     ) -> _Attention:
         launch = self._launch(
-            ("attend", layer, page_mass, cut.number, kind_index, chained),
-            lambda: self._make_attention(layer, page_mass, cut, kind_index, chained=chained),
+            ("attend", layer, page_mass, cut.number, kind_index, is_cohort, chained),
+            lambda: self._make_attention(
+                layer, page_mass, cut, kind_index, is_cohort, chained=chained
+            ),
         )
         return _Attention(launch, self._kinds[kind_index].layer_offset(layer, self._geometry))
 
     def _make_attention(
-        self, layer: int, page_mass: bool, cut: _Cut, kind_index: int, *, chained: bool
+        self,
+        layer: int,
+        page_mass: bool,
+        cut: Cut,
+        kind_index: int,
+        is_cohort: bool,
+        *,
+        chained: bool,
     ) -> Launch:
         geometry, kind = self._geometry, self._kinds[kind_index]
         format_ = kind.formats[layer]
-        variant = decode_variant(format_, geometry, self._query_bits)
-        function = variant.load(_kernel_name(format_, page_mass), self._device)
+        name = f"{cut.number} {kind_index}"
+        grid = cut.grids[kind_index].tiled
+        pages = self._address["pages"]
+        partials: list[Argument] = [self._part_o, self._part_ml]
+        columns = self._address["mass_columns"]
         arguments: list[Argument] = [None]
-        if isinstance(format_, TQ):
-            arguments += [self._address["pages"], self._q_bytes, self._plane, self._pieces]
+        variant = decode_variant(format_, geometry, self._query_bits)
+        kernel = _kernel_name(format_, page_mass)
+        if is_cohort:
+            assert isinstance(format_, TQ)
+            variant = cohort_variant(format_, geometry, self._query_bits)
+            kernel = "cohort_decode" + "_mass" * page_mass
+            name, grid = f"cohort {name}", cut.grids[kind_index].cohort
+            columns = self._address["rows"]
+            ml = self._part_ml[cut.first_row_partial :]
+            partials = [self._part_rows, ml, self._part_unit]
+            arguments += [pages, self._q_bytes, self._plane]
+        elif isinstance(format_, TQ):
+            arguments += [pages, self._q_bytes, self._plane, self._pieces]
         else:
             layout = format_.layout(geometry)
             scales = layout.k_scales, layout.v_scales
             offsets = [0 if part is None else part.offset for part in scales]
             fragments = self._pieces if format_ == FP8 else self._plain
-            arguments += [layout.v_codes.offset, *offsets, self._address["pages"], fragments]
+            arguments += [layout.v_codes.offset, *offsets, pages, fragments]
         arguments += [
             self._q_scale,
-            self._address["mass_columns"],
-            self._address[f"item_start {cut.number} {kind_index}"],
-            self._address[f"items {cut.number} {kind_index}"],
-            self._part_o,
-            self._part_ml,
+            columns,
+            self._address[f"item_start {name}"],
+            self._address[f"items {name}"],
+            *partials,
             None,
             self._num_heads,
             self._group_size,
             geometry.num_kv_heads,
             int(chained),
         ]
-        grid = cut.grids[kind_index], 1
-        return Launch(function, grid, arguments, overlaps=True)
+        function = variant.load(kernel, self._device)
+        return Launch(function, (grid, 1), arguments, overlaps=True)
 
-    def _make_merge(self, index: int) -> Launch:
-        geometry = self._geometry
-        split = _SPLIT if self._num_rows * self._num_heads <= _FEW_HEADS else 1
-        function = merge_variant(geometry, split).load("merge", self._device)
-        blocks = head_blocks(self._group_size)
+    def _make_merge(self, cut: Cut) -> Launch:
+        units = self._num_rows * self._num_heads
+        split = _SPLIT if units <= _FEW_HEADS else 1
+        function = merge_variant(self._geometry, split).load("merge", self._device)
         arguments: list[Argument] = [
             self._part_o,
+            self._part_rows,
+            self._part_unit,
             self._part_ml,
-            self._address[f"unit_start {index}"],
-            self._address[f"unit_partials {index}"],
-            geometry.num_kv_heads,
-            self._group_size,
-            blocks,
+            cut.first_row_partial,
+            self._address[f"unit_start {cut.number}"],
+            self._address[f"unit_partials {cut.number}"],
             0,
             None,
             None,
             0,
             None,
         ]
-        units = self._num_rows * geometry.num_kv_heads * blocks
-        grid = units, min(self._group_size, COLUMNS)
-        return Launch(function, grid, arguments, overlaps=True)
+        return Launch(function, (units, 1), arguments, overlaps=True)
 
     def _make_normalise(self, mass: torch.Tensor, lse: torch.Tensor) -> Launch:
         function = mass_variant(self._geometry).load("normalise_mass", self._device)

@@ -4,7 +4,7 @@ A *tile* is up to eight query columns, (row, head) pairs that share a KV head: t
 segment together, as many as fit. A *unit* is a segment read by one tile for one KV head. The units
 of a page kind are laid end to end and cut into equal ranges of pages, one per thread block, so that
 every block reads the same number of bytes; a piece of a unit inside one range is an *item* and
-leaves one partial per column.
+leaves one partial per column. Segments that many rows read are planned by ``cohort_plan.py``.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from minima_kernels.attention.plan import Int64Array
-from minima_kernels.attention.segments import SegmentTable, offsets, ranges
+from minima_kernels.attention.segments import SegmentTable, concatenate, offsets, ranges
 
 Int32Array = npt.NDArray[np.int32]
 IntArray = npt.NDArray[np.int32] | npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
 
 COLUMNS = 8
 """Query columns of a tile."""
@@ -33,7 +34,9 @@ class Tiles(NamedTuple):
 
     ``rows`` int64 ``[tiles, n]``: rows of a tile, -1 for none. ``block`` int64 ``[tiles]``: which
     eight heads of the group. ``segment``, ``tile``, ``first_reader`` int64 ``[reads]``: a tile
-    reads a segment, beginning with that one of its readers.
+    reads a segment, beginning with that one of its readers. ``row_tile`` int64 ``[rows]``: for rows
+    of cohorts, the first of the tiles that hold the row (one per block of heads), else -1;
+    ``row_place``: its place there.
     """
 
     rows: Int64Array
@@ -41,6 +44,8 @@ class Tiles(NamedTuple):
     segment: Int64Array
     tile: Int64Array
     first_reader: Int64Array
+    row_tile: Int64Array
+    row_place: Int64Array
 
 
 class Items(NamedTuple):
@@ -52,8 +57,15 @@ class Items(NamedTuple):
     head: Int64Array  # [n]
 
 
+class Partials(NamedTuple):
+    """Partials, and which unit of the merge (row * query heads + head) each belongs to."""
+
+    unit: Int64Array
+    partial: Int64Array
+
+
 class MergeLists(NamedTuple):
-    """Partials of each unit (row, KV head, block of heads): ``slot * 8 + column``."""
+    """The partials of each unit: row * query heads + head."""
 
     unit_start: Int32Array  # [units + 1]
     unit_partials: Int32Array
@@ -69,16 +81,39 @@ def head_blocks(group_size: int) -> int:
     return -(-group_size // COLUMNS)
 
 
-def make_tiles(table: SegmentTable, group_size: int) -> Tiles:
-    """Tiles of the readers of every segment; equal ones are made once."""
+def make_tiles(
+    table: SegmentTable,
+    group_size: int,
+    num_rows: int,
+    is_tiled: BoolArray | None = None,
+    is_cohort: BoolArray | None = None,
+) -> Tiles:
+    """Tiles of the readers of every segment; equal ones are made once.
+
+    ``is_tiled`` bool ``[segments]``: which segments tiles read (all unless given). ``is_cohort``:
+    which are read by cohorts, whose rows are put in tiles in order, only to be prepared.
+    """
     per_tile, blocks = rows_per_tile(group_size), head_blocks(group_size)
     known: dict[tuple[int, ...], int] = {}
+    row_tile = np.full(num_rows, -1, dtype=np.int64)
+    if is_cohort is not None and is_cohort.any():
+        is_reader = np.repeat(is_cohort, table.num_readers)
+        members = np.unique(table.readers[is_reader])
+        for first in range(0, len(members), per_tile):
+            known[tuple(members[first : first + per_tile].tolist())] = len(known)
+        row_tile[members] = np.arange(len(members)) // per_tile * blocks
+        row_place = np.zeros(num_rows, dtype=np.int64)
+        row_place[members] = np.arange(len(members)) % per_tile
+    else:
+        row_place = np.zeros(num_rows, dtype=np.int64)
     segments: list[int] = []
     tiles: list[int] = []
     first_readers: list[int] = []
     starts = table.reader_start.tolist()
     all_readers = table.readers.tolist()
     for segment in range(len(starts) - 1):
+        if is_tiled is not None and not is_tiled[segment]:
+            continue
         readers = all_readers[starts[segment] : starts[segment + 1]]
         for first in range(0, len(readers), per_tile):
             chunk = tuple(readers[first : first + per_tile])
@@ -97,6 +132,8 @@ def make_tiles(table: SegmentTable, group_size: int) -> Tiles:
         np.repeat(reads[0], blocks),
         (reads[1][:, None] * blocks + steps).ravel(),
         np.repeat(reads[2], blocks),
+        row_tile,
+        row_place,
     )
 
 
@@ -175,21 +212,21 @@ def make_items(
     return Items(items, start, tile[unit], head[unit])
 
 
-def make_merge_lists(
-    all_items: Sequence[Items], tiles: Tiles, num_rows: int, num_kv_heads: int, group_size: int
-) -> MergeLists:
-    """Which partials each row, KV head and block of heads is the sum of."""
-    blocks, width = head_blocks(group_size), min(group_size, COLUMNS)
-    tile = np.concatenate([np.empty(0, np.int64), *[items.tile for items in all_items]])
-    head = np.concatenate([np.empty(0, np.int64), *[items.head for items in all_items]])
-    slots = np.concatenate([np.empty(0, np.int64), *[items.items[:, 3] for items in all_items]])
-    rows = tiles.rows[tile]
-    units = (rows * num_kv_heads + head[:, None]) * blocks + tiles.block[tile][:, None]
-    partials = slots[:, None] * COLUMNS + np.arange(rows.shape[1]) * width
-    is_row = rows >= 0
-    units, partials = units[is_row], partials[is_row]
+def tile_partials(items: Items, tiles: Tiles, num_heads: int, group_size: int) -> Partials:
+    """The partials of items: ``slot * 8 + column``."""
+    rows, heads = _columns(tiles, group_size)
+    rows, heads = rows[items.tile], heads[items.tile] + items.head[:, None] * group_size
+    partials = items.items[:, 3].astype(np.int64)[:, None] * COLUMNS + np.arange(COLUMNS)
+    is_used = rows >= 0
+    return Partials((rows * num_heads + heads)[is_used], partials[is_used])
+
+
+def make_merge_lists(parts: Sequence[Partials], num_units: int) -> MergeLists:
+    """Which partials each row and head is the sum of."""
+    units = concatenate([part.unit for part in parts])
+    partials = concatenate([part.partial for part in parts])
     order = np.argsort(units, kind="stable")
-    counts = np.bincount(units, minlength=num_rows * num_kv_heads * blocks)
+    counts = np.bincount(units, minlength=num_units)
     return MergeLists(offsets(counts).astype(np.int32), partials[order].astype(np.int32))
 
 

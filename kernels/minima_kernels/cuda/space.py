@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
+from minima_kernels.cuda.cohort_plan import ROWS
 from minima_kernels.cuda.driver import Launch
-from minima_kernels.cuda.plan import COLUMNS, Int32Array, IntArray, head_blocks, rows_per_tile
+from minima_kernels.cuda.plan import COLUMNS, Int32Array, IntArray, head_blocks, pack_arrays
 from minima_kernels.geometry import KVGeometry
 
 # Per row of a batch, on average: tiles of query columns, and segments that a tile reads.
@@ -37,6 +37,8 @@ class DecodeLimits:
         items: pieces of work, all kinds together.
         partials: entries of the merge lists.
         units: (row, query head) pairs, and one.
+        row_blocks: blocks of 64 stacked rows of cohorts.
+        row_slots: blocks of partials of stacked rows.
     """
 
     rows: int
@@ -45,6 +47,8 @@ class DecodeLimits:
     items: int
     partials: int
     units: int
+    row_blocks: int
+    row_slots: int
 
     @classmethod
     def of(
@@ -53,14 +57,18 @@ class DecodeLimits:
         """Limits of batches of up to ``rows`` requests over up to ``pages`` pages."""
         group_size = num_heads // geometry.num_kv_heads
         blocks = head_blocks(group_size)
+        row_blocks = _TILES_PER_ROW * -(-rows * group_size // ROWS) + rows
+        row_slots = 2 * (2 * row_blocks * geometry.num_kv_heads + _MAX_BLOCKS // 8)
         items = _READS_PER_ROW * rows * blocks * geometry.num_kv_heads + num_kinds * _MAX_BLOCKS
         return cls(
             rows,
             max(8, _TILES_PER_ROW * rows) * blocks,
             pages,
             items,
-            items * rows_per_tile(group_size),
+            items * COLUMNS + row_slots * ROWS,
             rows * num_heads + 1,
+            row_blocks,
+            row_slots,
         )
 
     def tiles_of(self, num_rows: int) -> int:
@@ -74,6 +82,7 @@ class DecodeLimits:
             "prepare_columns": COLUMNS * self.tiles,
             "mass_columns": COLUMNS * self.tiles,
             "items": 8 * self.items,
+            "rows": ROWS * self.row_blocks,
             "item_start": _MAX_BLOCKS + 1,
             "unit_start": self.units,
             "unit_partials": self.partials,
@@ -146,16 +155,9 @@ class DecodeSpace:
         return self._lists
 
     def _load_once(self, arrays: Mapping[str, IntArray]) -> dict[str, torch.Tensor]:
-        starts: dict[str, int] = {}
-        end = 0
-        for name, array in arrays.items():
-            starts[name] = end
-            end += _aligned(array.size)
-        data = np.zeros(end, dtype=np.int32)
-        for name, array in arrays.items():
-            data[starts[name] : starts[name] + array.size] = array.ravel()
-        self._ints = ints = torch.from_numpy(data).to(self.device)
-        return {name: ints[start:] for name, start in starts.items()}
+        packed = pack_arrays(arrays)
+        self._ints = ints = torch.from_numpy(packed.data).to(self.device)
+        return {name: ints[start:] for name, start in packed.starts.items()}
 
     def _place(self, name: str) -> None:
         assert self.limits is not None
@@ -189,8 +191,9 @@ _LIST_COUNTS = {
     _PAGES: 1,
     "prepare_columns": 1,
     "mass_columns": 1,
-    "items": 6,
-    "item_start": 6,
+    "rows": 1,
+    "items": 8,
+    "item_start": 8,
     "unit_start": 3,
     "unit_partials": 3,
 }
@@ -228,7 +231,7 @@ class _Staging:
             self._event.record()
 
 
-_WORTH_A_COPY = 1 << 18
+_WORTH_A_COPY = 1 << 15
 """Numbers between two lists that are copied along rather than beginning another copy."""
 
 

@@ -41,6 +41,12 @@ _ROW_STAGES = {
 }  # fmt: skip
 _WARPS = 4
 
+# Cohort kernels by head dim: stages of the K ring and of the V ring, and registers of a thread that
+# owns rows and of one that unpacks. Twice both must not exceed four times the 128 a thread starts
+# with, or a block waits for registers for ever.
+_COHORT = {64: (6, 6, 184, 72), 128: (6, 6, 184, 72), 256: (3, 3, 208, 48)}
+_COHORT_THREADS = 512
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -102,6 +108,26 @@ def decode_variant(format_: Format, geometry: KVGeometry, query_bits: int) -> Va
     return Variant("row_decode.cu", tuple(macros.items()), (32 * _WARPS, 1), True)
 
 
+@cache
+def cohort_variant(format_: TQ, geometry: KVGeometry, query_bits: int) -> Variant:
+    """The attention kernel for TQ pages that many rows read."""
+    k_stages, v_stages, row_registers, feed_registers = _COHORT[geometry.head_dim]
+    macros: dict[str, int | str] = {
+        "HEAD_DIM": geometry.head_dim,
+        "K_BITS": CODE_BITS[format_.k_levels],
+        "V_BITS": CODE_BITS[format_.v_levels],
+        "Q_BYTES": 1 if query_bits == 8 else 2,
+        "CENTRED": int(format_.centred),
+        "K_STAGES": k_stages,
+        "V_STAGES": v_stages,
+        "ROW_REGISTERS": row_registers,
+        "FEED_REGISTERS": feed_registers,
+        **_tables("K", format_.k_levels, is_summed=False),
+        **_tables("V", format_.v_levels, is_summed=False, is_offset=format_.v_levels < 16),
+    }
+    return Variant("cohort_decode.cu", tuple(macros.items()), (_COHORT_THREADS, 1), True)
+
+
 def prepare_variant(geometry: KVGeometry) -> Variant:
     """The kernel that makes query fragments."""
     return Variant("prepare.cu", (("HEAD_DIM", geometry.head_dim),), (256, 1), False)
@@ -125,20 +151,29 @@ def mass_variant(geometry: KVGeometry) -> Variant:
     return Variant("merge.cu", macros, (256, 1), False)
 
 
-def _tables(name: str, levels: int) -> dict[str, int | str]:
-    """Codebook of a level count as byte tables of `prmt`, and its step (see ``tq_decode.cu``)."""
+def _tables(
+    name: str, levels: int, *, is_summed: bool = True, is_offset: bool = False
+) -> dict[str, int | str]:
+    """Codebook of a level count as byte tables of `prmt`, and its step (see ``unpack.cuh``).
+
+    ``is_summed``: the entries of both tables of 16 levels are added up; else one is selected.
+    ``is_offset``: bytes are the values plus 128.
+    """
     book = codebook(levels, torch.device("cpu")).centroids.double()
     step = float(book[-1]) / 127
     values = [round(float(value) / step) for value in book]
     first, second = values, [0] * 8
     if levels == 16:
-        # Entries of both tables at one place have one sign; where that is minus, the table not
-        # chosen adds -1.
-        first = [value + (value < 0) for value in values[0::2]]
-        second = [value + (value < 0) for value in values[1::2]]
+        first, second = values[0::2], values[1::2]
+        if is_summed:
+            # Entries of both tables at one place have one sign; where that is minus, the table not
+            # chosen adds -1.
+            first = [value + (value < 0) for value in first]
+            second = [value + (value < 0) for value in second]
     words = {}
     for letter, table in (("T", first), ("U", second)):
-        data = bytes(value & 255 for value in (*table, *[0] * (8 - len(table))))
+        entries = (*table, *[0] * (8 - len(table)))
+        data = bytes(value + 128 * is_offset & 255 for value in entries)
         for half in range(2):
             word = int.from_bytes(data[4 * half : 4 * half + 4], "little")
             words[f"{name}_{letter}{half}"] = f"0x{word:08X}u"

@@ -80,13 +80,17 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Captures steps of every bucket, of Recent pages alone and of all kinds."""
+        """Captures steps of every bucket: of Recent pages alone, and with Stale pages that rows
+        read alone, together, or both."""
         pool = torch.cuda.graph_pool_handle()
-        kinds = range(len(self._arena.profile.kinds))
+        stale = len(self._arena.profile.kinds) - 1
         # The largest first: its memory serves the others.
         for num_rows in reversed(self.memory.buckets):
-            for used in sorted({(0,), tuple(kinds)}, reverse=True):
-                batch = self._empty_batch(num_rows, used)
+            for alone, together in ((1, 1), (0, 1), (1, 0), (0, 0)):
+                batch = self._empty_batch(num_rows, alone * stale, together * stale)
+                signature = self._signature(batch)
+                if signature is None or signature in self._graphs:
+                    continue
                 stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
                 stream.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(stream):
@@ -95,7 +99,7 @@ class DecodeGraphs:
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=pool):
                     tensors = self._run(batch)
-                self._graphs[self._signature(batch)] = _Captured(graph, tensors)
+                self._graphs[signature] = _Captured(graph, tensors)
         torch.cuda.synchronize()
 
     def replay(self, batch: ForwardBatch) -> StepTensors | None:
@@ -124,16 +128,17 @@ class DecodeGraphs:
         assert batch.decode_plan is not None
         return batch.decode_plan.cuda(self._num_heads).signature
 
-    def _empty_batch(self, num_rows: int, used: tuple[int, ...]) -> ForwardBatch:
-        """Rows that read the first page of the arena as a page of each kind, and write nowhere."""
+    def _empty_batch(self, num_rows: int, alone: int, together: int) -> ForwardBatch:
+        """Rows that read the first page of the arena, and write nowhere: as a Recent page each,
+        and where the kind index is not 0 as one that each has alone or that all share."""
         geometry, device = self._arena.geometry, self._arena.buffer.device
         values = np.zeros((4, num_rows), dtype=np.int64)
         values[2] = -1
-        segments = [
-            Segment([0], kind, geometry.page_size, [row])
-            for row in range(num_rows)
-            for kind in used
-        ]
+        size, rows = geometry.page_size, range(num_rows)
+        kinds = (0, alone) if alone else (0,)
+        segments = [Segment([0], kind, size, [row]) for row in rows for kind in kinds]
+        if together:
+            segments.append(Segment([0], together, size, rows))
         plan = plan_decode(
             segments,
             num_rows,

@@ -166,15 +166,31 @@ __device__ __forceinline__ void write_partial(float (*O)[4], Running run, float 
   }
 }
 
-// Writes log2 of a page's sum of exp for the two columns of each lane (lanes g = 0 write).
-__device__ __forceinline__ void write_mass(float* mass, const int* columns, const Item& item, int page, int num_heads,
-                                           int group, float sum0, float sum1, float m0, float m1) {
-  const int lane = threadIdx.x & 31, j = lane & 3;
+// Where an item's page masses go: the place of each column of the first page, or -1, and the places from one
+// page to the next. A warp has its own.
+struct MassPlaces {
+  alignas(8) int column[COLUMNS];
+  int step;
+};
+__device__ __forceinline__ void set_mass_places(MassPlaces& places, const int* columns, const Item& item, int num_heads,
+                                                int group) {
+  const int lane = threadIdx.x & 31;
+  if (lane < COLUMNS) {
+    const int c = columns[lane];
+    places.column[lane] = c < 0 ? -1 : (item.entry + (c >> 8)) * num_heads + item.head * group + (c & 255);
+    if (lane == 0) places.step = item.stride * num_heads;
+  }
+  __syncwarp();
+}
+// Writes log2 of the sum of exp of an item's page for the two columns of each lane (lanes g = 0 write).
+__device__ __forceinline__ void write_mass(float* mass, const MassPlaces& places, int page, float sum0, float sum1,
+                                           float m0, float m1) {
+  const int lane = threadIdx.x & 31;
   sum0 = sum_rows(sum0);
   sum1 = sum_rows(sum1);
   if (lane >= 4) return;
-  const int entry = item.entry + (page - item.first) * item.stride;
-  const int c0 = columns[2 * j], c1 = columns[2 * j + 1];
-  if (c0 >= 0) mass[(size_t)(entry + (c0 >> 8)) * num_heads + item.head * group + (c0 & 255)] = log2_fast(sum0) + m0;
-  if (c1 >= 0) mass[(size_t)(entry + (c1 >> 8)) * num_heads + item.head * group + (c1 & 255)] = log2_fast(sum1) + m1;
+  const int2 column = *reinterpret_cast<const int2*>(&places.column[2 * lane]);
+  const size_t offset = (size_t)page * places.step;
+  if (column.x >= 0) mass[offset + column.x] = log2_fast(sum0) + m0;
+  if (column.y >= 0) mass[offset + column.y] = log2_fast(sum1) + m1;
 }

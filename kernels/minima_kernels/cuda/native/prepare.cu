@@ -1,7 +1,7 @@
 // Query fragments of a decode step: one block per tile of eight columns and KV head, one warp per column.
 // A column is scaled to a largest magnitude of one; what it was, with the factor on the scores and
 // log2(e), is kept apart. Written are, as operands of the products that read them,
-//   bytes:  15-bit integers as high * 128 + low (or 8-bit ones), dims of m16n8k32 operands
+//   bytes:  15-bit integers as high * 128 + low, in the order of m16n8k32 operands; high alone is an 8-bit one
 //   halves: the sum of two 16-bit floats, in the order of 16-byte pieces of FP8 rows (also of key means)
 //           and, where BF16 or F16 pages are read, in the plain order.
 // Macro: HEAD_DIM.
@@ -27,12 +27,14 @@ __device__ __forceinline__ Halves split(float x, float y, bool bf16) {
 // columns are first transformed by the normalised Hadamard matrix after `signs` (may be null).
 extern "C" __global__ void __launch_bounds__(256)
     prepare(const void* q, int dtype, const int* columns, int num_kv_heads, int group, float scale_log2, int rotate,
-            const float* signs, int q_bytes_count, uint32_t* q_bytes, int q_plane, uint32_t* pieces, uint32_t* plain,
+            const float* signs, uint32_t* q_bytes, int q_plane, uint32_t* pieces, uint32_t* plain,
             int plain_bf16, float* q_scale) {
   const int tile = blockIdx.x, head = tile % num_kv_heads, n = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const int column = columns[tile / num_kv_heads * COLUMNS + n];
+  // In this order: what follows may read pages as soon as it starts, and those were written before.
+  depend_wait();
   depend_go();
   if (columns[tile / num_kv_heads * COLUMNS] < 0) return;  // a tile that is not there
-  const int column = columns[tile / num_kv_heads * COLUMNS + n];
   float v[OWN];
 #pragma unroll
   for (int e = 0; e < OWN; e++) {
@@ -69,18 +71,17 @@ extern "C" __global__ void __launch_bounds__(256)
   for (int e = 0; e < OWN; e++) w[e] = v[e];
   if constexpr (OWN == 2) w[2] = __shfl_down_sync(~0u, v[0], 1), w[3] = __shfl_down_sync(~0u, v[1], 1);
   if (OWN == 2 && lane & 1) return;
-  const float q_max = q_bytes_count == 2 ? 16256.f : 127.f;
 #pragma unroll
   for (int e = 0; e < FOUR; e += 4) {
     uint32_t high = 0, low = 0;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const int x = __float2int_rn(w[e + i] * q_max), h = q_bytes_count == 2 ? (x + 64) >> 7 : x;
+      const int x = __float2int_rn(w[e + i] * 16256.f), h = (x + 64) >> 7;
       high |= (uint32_t)(uint8_t)(int8_t)h << 8 * i;
       low |= (uint32_t)(uint8_t)(int8_t)(x - h * 128) << 8 * i;
     }
     const int d = lane * OWN + e, at = (d >> 5) * 64 + (n * 4 + ((d & 15) >> 2)) * 2 + (d >> 4 & 1);
     q_bytes[(size_t)tile * HEAD_DIM * 2 + at] = high;
-    if (q_bytes_count == 2) q_bytes[(size_t)(q_plane + tile) * HEAD_DIM * 2 + at] = low;
+    q_bytes[(size_t)(q_plane + tile) * HEAD_DIM * 2 + at] = low;
   }
 }

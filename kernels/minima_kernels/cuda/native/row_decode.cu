@@ -75,6 +75,7 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, int v_
                                        int chained) {
   extern __shared__ __align__(128) uint8_t memory[];
   __shared__ float2 sums[WARPS][COLUMNS];
+  __shared__ MassPlaces places[MASS ? WARPS : 1];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, j = lane & 3;
   const uint32_t ring = shared_address(memory) + warp * RING;
   const uint32_t q_shared = shared_address(memory) + WARPS * RING;
@@ -130,6 +131,8 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, int v_
       for (int i = 0; i < STEPS; i++) q[i] = load_here(q_source + i * 32 + lane);
     }
     const float2 scale = *reinterpret_cast<const float2*>(q_scale + item.tile * COLUMNS + 2 * j);
+    if (MASS)
+      set_mass_places(places[warp], tile_columns + item.tile / num_kv_heads * COLUMNS, item, num_heads, group);
     float O[STEPS][4];
 #pragma unroll
     for (int i = 0; i < STEPS; i++) O[i][0] = O[i][1] = O[i][2] = O[i][3] = 0.f;
@@ -208,9 +211,7 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, int v_
       if (MASS) {
         page0 += sum0, page1 += sum1;
         if (part == PAGE / TOKENS - 1 || is_last) {
-          const Item now = load_item(items, index);
-          write_mass(mass, tile_columns + now.tile / num_kv_heads * COLUMNS, now,
-                     now.first + warp + tile / (PAGE / TOKENS) * WARPS, num_heads, group, page0, page1, run.m0, run.m1);
+          write_mass(mass, places[warp], warp + tile / (PAGE / TOKENS) * WARPS, page0, page1, run.m0, run.m1);
           page0 = page1 = 0.f;
         }
       }

@@ -7,6 +7,7 @@
 // Macros: HEAD_DIM, K_BITS, V_BITS, Q_BYTES, CENTRED, WARPS, MIN_BLOCKS, the tables K_T0.., V_T0..
 // and the codebook steps K_STEP, V_STEP.
 #include "common.cuh"
+#include "unpack.cuh"
 
 constexpr int K_CODES = PAGE * HEAD_DIM * K_BITS / 8, V_CODES = PAGE * HEAD_DIM * V_BITS / 8;
 constexpr int SCALES = PAGE * 2, MEAN = CENTRED ? 2 * HEAD_DIM : 0;
@@ -36,50 +37,6 @@ __device__ __forceinline__ void mma_su(int* c, const uint32_t* a, uint32_t b0, u
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Four codes become four signed bytes by one byte permutation. Sixteen levels need two tables: bit 3 of
-// a nibble, which holds the lowest bit of the code, makes `prmt` give only the sign of the entry, and the
-// entries allow for that; the two results are summed by the MMA itself.
-struct KTable {
-  static constexpr uint32_t T0 = K_T0, T1 = K_T1, U0 = K_U0, U1 = K_U1;
-};
-struct VTable {
-  static constexpr uint32_t T0 = V_T0, T1 = V_T1, U0 = V_U0, U1 = V_U1;
-};
-
-// BITS words to eight registers of four bytes; `r` holds a second set behind the first for 4 bits.
-template <int BITS, typename Table>
-__device__ __forceinline__ void unpack(const uint32_t* w, uint32_t* r) {
-  if constexpr (BITS == 2) {
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const uint32_t s = w[i] & 0x33333333u, t = (w[i] >> 2) & 0x33333333u;
-      r[4 * i] = prmt(Table::T0, 0, s);
-      r[4 * i + 1] = prmt(Table::T0, 0, s >> 16);
-      r[4 * i + 2] = prmt(Table::T0, 0, t);
-      r[4 * i + 3] = prmt(Table::T0, 0, t >> 16);
-    }
-  } else if constexpr (BITS == 3) {
-    uint32_t last = (w[0] >> 3) & 0x11111111u;
-    last = ((w[1] >> 2) & 0x22222222u) | last;
-    last = ((w[2] >> 1) & 0x44444444u) | last;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const uint32_t s = i < 3 ? w[i] & 0x77777777u : last;
-      r[2 * i] = prmt(Table::T0, Table::T1, s);
-      r[2 * i + 1] = prmt(Table::T0, Table::T1, s >> 16);
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const uint32_t s = w[i], t = s ^ 0x88888888u;
-      r[2 * i] = prmt(Table::T0, Table::T1, s);
-      r[2 * i + 1] = prmt(Table::T0, Table::T1, s >> 16);
-      r[8 + 2 * i] = prmt(Table::U0, Table::U1, t);
-      r[8 + 2 * i + 1] = prmt(Table::U0, Table::U1, t >> 16);
-    }
-  }
-}
-
 // The words of four groups of 32 codes of this lane.
 template <int BITS>
 __device__ __forceinline__ void load_bundle(uint32_t codes, int bundle, uint32_t* w) {
@@ -93,7 +50,7 @@ __device__ __forceinline__ void load_bundle(uint32_t codes, int bundle, uint32_t
 
 // Scores of a page, before the query's scale: s[t] of tokens 16t + g (0, 1) and 16t + 8 + g (2, 3).
 __device__ __forceinline__ void scores(uint32_t keys, const uint32_t (*q)[2], const uint32_t (*q_low)[2],
-                                       float (*s)[4]) {
+                                       float (*s)[4], uint32_t t0) {
   const int g = (threadIdx.x & 31) >> 2;
   const uint4 stored = load_shared16(keys + K_CODES + g * 16);
   const uint32_t scale[4] = {stored.x, stored.y, stored.z, stored.w};
@@ -110,7 +67,7 @@ __device__ __forceinline__ void scores(uint32_t keys, const uint32_t (*q)[2], co
         low[0] = low[1] = low[2] = low[3] = 0;
       }
       uint32_t r[16];
-      unpack<K_BITS, KTable>(w + i * K_BITS, r);
+      unpack<K_BITS, KTable>(w + i * K_BITS, r, t0);
 #pragma unroll
       for (int set = 0; set < (K_BITS == 4 ? 2 : 1); set++) {
         mma_ss(high, r + 8 * set, q[k]);
@@ -131,7 +88,7 @@ __device__ __forceinline__ void scores(uint32_t keys, const uint32_t (*q)[2], co
 }
 
 // Dot products of up to eight key means with columns 2j and 2j + 1: those of page g.
-__device__ __forceinline__ void mean_scores(uint32_t means, const uint4* q, float* sum) {
+__device__ __forceinline__ float2 mean_scores(uint32_t means, const uint4* q) {
   const int lane = threadIdx.x & 31, g = lane >> 2, j = lane & 3;
   float c[4] = {0.f, 0.f, 0.f, 0.f}, low[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
@@ -143,8 +100,7 @@ __device__ __forceinline__ void mean_scores(uint32_t means, const uint4* q, floa
     mma_f16(c, a.z, 0, a.w, 0, d.x, d.y);
     mma_f16(low, a.z, 0, a.w, 0, d.z, d.w);
   }
-  sum[0] = c[0] + low[0];
-  sum[1] = c[1] + low[1];
+  return make_float2(c[0] + low[0], c[1] + low[1]);
 }
 
 template <bool MASS>
@@ -158,6 +114,7 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
   extern __shared__ __align__(128) uint8_t memory[];
   __shared__ __align__(8) uint64_t barriers[WARPS * 3];
   __shared__ float2 sums[WARPS][COLUMNS];
+  __shared__ float2 dots[CENTRED ? WARPS : 1][MEAN_PAGES][COLUMNS / 2];  // queries times key means
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, j = lane & 3;
   const uint32_t keys = shared_address(memory) + warp * SLOT, values = keys + K_BYTES;
   const uint32_t means = shared_address(memory) + WARPS * SLOT + warp * MEAN_SLOT;
@@ -170,6 +127,10 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncwarp();
+  __shared__ uint32_t entries[WARPS][2];
+  __shared__ MassPlaces places[MASS ? WARPS : 1];
+  const uint32_t k_t0 = hold(K_T0, &entries[warp][0]);
+  const uint32_t v_t0 = K_T0 == V_T0 ? k_t0 : hold(V_T0, &entries[warp][1]);
   uint32_t phase = 0, mean_phase = 0;
   const int start = item_start[blockIdx.x], stop = item_start[blockIdx.x + 1];
   for (int index = start; index < stop; index++) {
@@ -213,11 +174,12 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
     }
     const float2 unit = *reinterpret_cast<const float2*>(q_scale + item.tile * COLUMNS + 2 * j);
     const float2 scale = make_float2(unit.x * (K_STEP / Q_MAX), unit.y * (K_STEP / Q_MAX));
+    if (MASS)
+      set_mass_places(places[warp], tile_columns + item.tile / num_kv_heads * COLUMNS, item, num_heads, group);
     float O[V_TILES][4];
 #pragma unroll
     for (int i = 0; i < V_TILES; i++) O[i][0] = O[i][1] = O[i][2] = O[i][3] = 0.f;
     Running run;
-    float mean[2] = {0.f, 0.f};
     for (int done = 0; done < count; done++, page += WARPS) {
       const int next = lane == 0 && done + 1 < count ? pages[page + WARPS] : -1;
       float shift0 = 0.f, shift1 = 0.f;
@@ -225,17 +187,17 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
         if (done % MEAN_PAGES == 0) {
           barrier_wait(mean_barrier, mean_phase);
           mean_phase ^= 1;
-          mean_scores(means, q_halves + (size_t)load_item(items, index).tile * V_TILES * 32, mean);
-          mean[0] *= scale.x * (Q_MAX / K_STEP), mean[1] *= scale.y * (Q_MAX / K_STEP);
+          const float2 dot = mean_scores(means, q_halves + (size_t)load_item(items, index).tile * V_TILES * 32);
+          dots[warp][g][j] = make_float2(dot.x * scale.x * (Q_MAX / K_STEP), dot.y * scale.y * (Q_MAX / K_STEP));
           __syncwarp();
           fetch_means(done + MEAN_PAGES);
         }
-        shift0 = __shfl_sync(~0u, mean[0], done % MEAN_PAGES * 4 + j);
-        shift1 = __shfl_sync(~0u, mean[1], done % MEAN_PAGES * 4 + j);
+        const float2 dot = dots[warp][done % MEAN_PAGES][j];
+        shift0 = dot.x, shift1 = dot.y;
       }
       barrier_wait(key_barrier, phase);
       float s[4][4];
-      scores(keys, q, q_low, s);
+      scores(keys, q, q_low, s, k_t0);
       __syncwarp();
       if (next >= 0) {
         barrier_expect(key_barrier, K_BYTES);
@@ -299,11 +261,7 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
       }
       run.l0 += sum0;
       run.l1 += sum1;
-      if (MASS) {
-        const Item now = load_item(items, index);
-        write_mass(mass, tile_columns + now.tile / num_kv_heads * COLUMNS, now, page, num_heads, group, sum0, sum1,
-                   run.m0, run.m1);
-      }
+      if (MASS) write_mass(mass, places[warp], warp + done * WARPS, sum0, sum1, run.m0, run.m1);
 #pragma unroll
       for (int bundle = 0; bundle < BUNDLES; bundle++) {
         uint32_t w[4 * V_BITS];
@@ -311,7 +269,7 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
 #pragma unroll
         for (int i = 0; i < 4; i++) {
           uint32_t r[16];
-          unpack<V_BITS, VTable>(w + i * V_BITS, r);
+          unpack<V_BITS, VTable>(w + i * V_BITS, r, v_t0);
           const int tile = bundle * 4 + i;
           int a[4] = {MAGIC_BITS, MAGIC_BITS, MAGIC_BITS, MAGIC_BITS};
           int b[4] = {MAGIC_BITS, MAGIC_BITS, MAGIC_BITS, MAGIC_BITS};

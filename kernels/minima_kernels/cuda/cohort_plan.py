@@ -1,0 +1,157 @@
+"""Work lists of the cohort kernel: segments of TQ pages that many rows read. Host only.
+
+The readers of a segment times the heads of a group are *stacked rows*, 64 to a block of rows. A
+thread block unpacks a page once for two blocks of rows; a last single block has both consumers to
+itself, which take alternate pages. A *unit* is a segment, a KV head and one or two blocks of rows.
+Units are laid end to end and cut into ranges of equal cost, one per thread block; a piece of a unit
+inside one range is an item and leaves a partial per consumer and row.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from minima_kernels.attention.plan import Int64Array
+from minima_kernels.attention.segments import SegmentTable, concatenate, offsets
+from minima_kernels.cuda.plan import COLUMNS, BoolArray, Int32Array, Partials, Tiles
+
+ROWS = 64
+"""Stacked rows of a block, and of a partial's slot."""
+
+_CONSUMERS = 2
+
+# Measured: from here on unpacking once wins over reading a page once per request.
+_MIN_READERS = 4
+_MIN_STACKED = 16
+
+# Cost of a page for one block of rows; for two it is 2. Unpacking costs the same for both.
+_SINGLE_COST = 1.35
+
+
+class RowBlocks(NamedTuple):
+    """Stacked rows of the readers of segments; equal sets of readers share them.
+
+    ``columns`` int32 ``[blocks, 64]``: ``tile * 8 + column`` among the prepared queries, -1 for
+    none. ``units`` int64 ``[blocks, 64]``: row * group size + head within the group, or -1.
+    ``first`` int64 ``[segments]``: first block of a segment's readers, -1 where it is no cohort.
+    """
+
+    columns: Int32Array
+    units: Int64Array
+    first: Int64Array
+
+
+class CohortItems(NamedTuple):
+    """The work of the cohort kernel; ``items`` int32 ``[n, 8]``, see ``struct Cohort``."""
+
+    items: Int32Array
+    item_start: Int32Array  # [thread blocks + 1]
+
+
+def find_cohorts(table: SegmentTable, group_size: int, page_size: int) -> BoolArray:
+    """bool ``[segments]``: which have enough readers, and whole pages only."""
+    readers = table.num_readers
+    is_wide = (readers >= _MIN_READERS) & (readers * group_size >= _MIN_STACKED)
+    return is_wide & (table.last_page_len == page_size)
+
+
+def make_row_blocks(
+    table: SegmentTable, tiles: Tiles, is_cohort: BoolArray, group_size: int
+) -> RowBlocks:
+    """Stacked rows of the segments of cohorts, reader by reader."""
+    width = min(group_size, COLUMNS)
+    heads = np.arange(group_size)
+    known: dict[bytes, int] = {}
+    first = np.full(len(is_cohort), -1, dtype=np.int64)
+    columns, units = [], []
+    num_blocks = 0
+    for segment in np.flatnonzero(is_cohort).tolist():
+        rows = table.readers[table.reader_start[segment] : table.reader_start[segment + 1]]
+        key = rows.tobytes()
+        if key not in known:
+            known[key] = num_blocks
+            tile = tiles.row_tile[rows][:, None] + heads // COLUMNS
+            column = tiles.row_place[rows][:, None] * width + heads % COLUMNS
+            padding = (0, -len(rows) * group_size % ROWS)
+            stacked = (tile * COLUMNS + column).ravel()
+            columns.append(np.pad(stacked, padding, constant_values=-1))
+            places = (rows[:, None] * group_size + heads).ravel()
+            units.append(np.pad(places, padding, constant_values=-1))
+            num_blocks += len(columns[-1]) // ROWS
+        first[segment] = known[key]
+    return RowBlocks(
+        concatenate(columns).reshape(-1, ROWS).astype(np.int32),
+        concatenate(units).reshape(-1, ROWS),
+        first,
+    )
+
+
+def make_cohort_items(
+    table: SegmentTable,
+    rows: RowBlocks,
+    chosen: Int64Array,
+    group_size: int,
+    num_kv_heads: int,
+    num_blocks: int,
+    first_slot: int,
+) -> CohortItems:
+    """Cut segments ``chosen`` into ranges of equal cost; an item takes two slots."""
+    num_row_blocks = -(-table.num_readers[chosen] * group_size // ROWS)
+    pairs = (num_row_blocks + 1) // _CONSUMERS
+    # Units of one segment and head are neighbours: what one reads is in the cache for the next.
+    per_segment = pairs * num_kv_heads
+    segment = np.repeat(chosen, per_segment)
+    within = np.arange(len(segment)) - np.repeat(offsets(per_segment)[:-1], per_segment)
+    head, pair = np.divmod(within, np.repeat(pairs, per_segment))
+    left = np.repeat(num_row_blocks, per_segment) - pair * _CONSUMERS
+    blocks = np.minimum(left, _CONSUMERS)
+    pages = table.num_pages[segment]
+    cost = np.where(blocks == _CONSUMERS, float(_CONSUMERS), _SINGLE_COST)
+    page_ends, cost_ends = np.cumsum(pages), np.cumsum(pages * cost)
+    total = int(page_ends[-1]) if len(page_ends) else 0
+    used = max(1, min(num_blocks, total))
+    wanted = (cost_ends[-1] if total else 0.0) * np.arange(1, used) / used
+    at = np.searchsorted(cost_ends, wanted, side="right")
+    cuts = (page_ends[at] - np.rint((cost_ends[at] - wanted) / cost[at])).astype(np.int64)
+    bounds = np.unique(np.concatenate(([0], page_ends, cuts))).astype(np.int64)
+    begin, end = bounds[:-1], bounds[1:]
+    unit = np.searchsorted(page_ends, begin, side="right")
+    block = np.searchsorted(cuts, begin, side="right")
+    local = begin - (page_ends - pages)[unit]
+    of = segment[unit]
+    first = table.page_start[of] + local
+    num_readers = table.num_readers[of]
+    items = np.stack(
+        (
+            rows.first[of] + pair[unit] * _CONSUMERS,
+            first,
+            first + end - begin,
+            first_slot + np.arange(len(begin)) * _CONSUMERS,
+            head[unit],
+            blocks[unit] | pair[unit] * _CONSUMERS << 8,
+            table.first_entries()[of] + local * num_readers,
+            num_readers,
+        ),
+        axis=1,
+    ).astype(np.int32)
+    start = np.full(num_blocks + 1, len(begin), dtype=np.int32)
+    start[:used] = np.searchsorted(block, np.arange(used))
+    return CohortItems(items, start)
+
+
+def cohort_partials(
+    items: CohortItems, rows: RowBlocks, first_partial: int, num_heads: int, group_size: int
+) -> Partials:
+    """The partials of items: ``first_partial + slot * 64 + row`` of each slot's 64 rows."""
+    data = items.items.astype(np.int64)
+    consumer = np.arange(_CONSUMERS)
+    block = data[:, None, 0] + consumer % (data[:, None, 5] & 255)
+    slot = data[:, None, 3] + consumer
+    place = rows.units[block]
+    partials = first_partial + slot[:, :, None] * ROWS + np.arange(ROWS)
+    row, head = np.divmod(place, group_size)
+    units = row * num_heads + data[:, None, None, 4] * group_size + head
+    is_used = place >= 0
+    return Partials(units[is_used], partials[is_used])

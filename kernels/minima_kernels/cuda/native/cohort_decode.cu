@@ -1,0 +1,625 @@
+// Decode over TQ pages that many rows read: every page is read and unpacked once for up to 128 stacked rows
+// (reader x query head of the group), 64 to a block of rows.
+//   score = (codes_K . q) * k_scale[token] + mean . q     wgmma s8, q as one or two bytes
+//   out  += P * codes_V                                    wgmma f16, P = weight * V scale, float sums
+// Warpgroups 0 and 1 unpack K to bytes and V to 16-bit floats in shared memory; a packed register of a warp is
+// one core matrix, so the stores have no bank conflicts. Warpgroups 2 and 3 own a block of rows each, or
+// alternate pages of the only block. Eight key means at a time are a tile of 15-bit integers.
+// Macros: HEAD_DIM, K_BITS, V_BITS, Q_BYTES, CENTRED, K_STAGES, V_STAGES, ROW_REGISTERS, FEED_REGISTERS, the
+// tables of unpack.cuh and the codebook steps K_STEP, V_STEP.
+#include <stddef.h>
+
+#include "common.cuh"
+#include "unpack.cuh"
+#include "wgmma.cuh"
+
+constexpr int K_CODES = PAGE * HEAD_DIM * K_BITS / 8, V_CODES = PAGE * HEAD_DIM * V_BITS / 8;
+constexpr int SCALES = PAGE * 2, MEAN = CENTRED ? 2 * HEAD_DIM : 0;
+constexpr int K_BYTES = K_CODES + SCALES, HEAD_BYTES = K_BYTES + MEAN + V_CODES + SCALES;
+constexpr int CONSUMERS = 2, ROWS = 64, MEAN_PAGES = 8;
+constexpr int AHEAD = 6;  // pages on their way to the cache before they are loaded
+constexpr int K_STEPS = HEAD_DIM / 32, GROUPS = HEAD_DIM / 64;
+// Bytes from one core matrix to the next along K.
+constexpr int K_STRIDE = 1024, V_STRIDE = HEAD_DIM * 16, MEAN_STRIDE = 256;
+constexpr int K_TILE = PAGE * HEAD_DIM, V_TILE = 2 * PAGE * HEAD_DIM, Q_TILE = ROWS * HEAD_DIM;
+constexpr int MEAN_TILE = 2 * MEAN_PAGES * HEAD_DIM;
+// The high bytes of the queries stay in registers where there is room for them.
+constexpr bool HIGH_SHARED = HEAD_DIM == 256, LOW_SHARED = CENTRED || Q_BYTES == 2;
+constexpr int Q_TILES = HIGH_SHARED + LOW_SHARED;
+constexpr int SHARED =
+    K_STAGES * K_TILE + V_STAGES * V_TILE + CONSUMERS * Q_TILES * Q_TILE + (CENTRED ? 2 * MEAN_TILE : 0);
+constexpr int SCALE_ROW = 20, SCALE_SET = 4 * SCALE_ROW;  // rows padded against bank conflicts
+constexpr int MAGIC_BITS = 0x4B400000;                     // integer sums start here: their bits are floats
+constexpr float MAGIC = 12582912.f, Q_MAX = 16256.f;
+constexpr float HEADROOM = 32.f;  // largest V scale in units of the running one; P <= 2^10 * HEADROOM
+
+// Pages [first, last) for one KV head and one or two blocks of rows.
+struct Cohort {
+  int rows;    // first block among the row lists
+  int first, last;
+  int slot;    // of the first consumer; the second has the next one
+  int head;    // KV head
+  int blocks;  // 1 or 2, and the first block's place among those of the readers << 8
+  int entry;   // page entry of the first page and the first reader
+  int stride;  // page entries per page: readers
+};
+
+struct Shared {
+  uint64_t k_full[K_STAGES], k_empty[K_STAGES], v_full[V_STAGES], v_empty[V_STAGES], mean_full[2], mean_empty[2];
+  alignas(16) float scales[K_STAGES][2][SCALE_SET];  // of K and V
+  float v_unit[K_STAGES], running_unit;
+  alignas(16) float mean_step[2][MEAN_PAGES];
+  alignas(16) uint32_t waiting[4][HEAD_DIM / 2];  // key means as they come
+  float dots[CONSUMERS][ROWS][MEAN_PAGES];  // queries times key means
+};
+
+// What accesses of several words and descriptors take for granted. An odd number of floats in front of
+// `mean_step` is a misaligned address at run time, and in some geometries only.
+static_assert(offsetof(Shared, k_full) % 8 == 0 && alignof(Shared) >= 16, "barriers");
+static_assert(offsetof(Shared, scales) % 16 == 0 && SCALE_ROW % 4 == 0, "load_floats");
+static_assert(offsetof(Shared, mean_step) % 8 == 0 && MEAN_PAGES % 2 == 0, "float2 of mean_scores");
+static_assert(offsetof(Shared, waiting) % 16 == 0 && HEAD_DIM / 16 % 4 == 0, "fetch_mean");
+static_assert(K_TILE % 128 == 0 && V_TILE % 128 == 0 && Q_TILE % 128 == 0 && MEAN_TILE % 128 == 0, "core matrices");
+static_assert(K_STRIDE % 16 == 0 && V_STRIDE % 16 == 0 && MEAN_STRIDE % 16 == 0, "descriptors");
+static_assert(K_CODES % 16 == 0 && K_BYTES % 16 == 0 && MEAN % 16 == 0 && V_CODES % 16 == 0 && HEAD_BYTES % 16 == 0,
+              "parts of a head's share of a page");
+static_assert(sizeof(Cohort) == 2 * sizeof(uint4), "load_cohort");
+static_assert(SHARED + sizeof(Shared) <= 227 * 1024, "shared memory of a block");
+
+__device__ __forceinline__ Cohort load_cohort(const uint4* items, int index) {
+  const uint4 a = __ldg(items + 2 * index), b = __ldg(items + 2 * index + 1);
+  return {(int)a.x, (int)a.y, (int)a.z, (int)a.w, (int)b.x, (int)b.y, (int)b.z, (int)b.w};
+}
+// Loaded anew where it is needed, not kept.
+__device__ __forceinline__ int load_int(const int* p) {
+  int v;
+  asm volatile("ld.global.nc.u32 %0,[%1];" : "=r"(v) : "l"(p));
+  return v;
+}
+__device__ __forceinline__ void store4(uint32_t a, uint32_t v) {
+  asm volatile("st.shared.u32 [%0],%1;" ::"r"(a), "r"(v) : "memory");
+}
+__device__ __forceinline__ float4 load_floats(uint32_t a) {
+  float4 v;
+  asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3},[%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(a));
+  return v;
+}
+__device__ __forceinline__ void arrive(uint32_t barrier, uint32_t count) {
+  asm volatile("mbarrier.arrive.shared.b64 _,[%0],%1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+// 1 / x of a power of two.
+__device__ __forceinline__ float invert_power(float x) { return __uint_as_float(0x7F000000u - __float_as_uint(x)); }
+
+// A place in a ring of N stages.
+template <int N>
+struct Ring {
+  int stage = 0;
+  uint32_t phase = 0;
+  __device__ __forceinline__ void advance(int by) {
+    stage += by;
+    if (stage >= N) stage -= N, phase ^= 1;
+  }
+};
+
+// The words of this warp's groups of 32 codes per lane, as many at once as lie side by side.
+template <int BITS>
+struct Words {
+  static constexpr int COUNT = GROUPS * BITS, WIDTH = COUNT % 4 == 0 ? 4 : COUNT % 2 == 0 ? 2 : 1;
+  static_assert(4 % WIDTH == 0 && GROUPS % 4 * BITS % WIDTH == 0, "a warp's words start at multiples of the width");
+
+  static __device__ __forceinline__ void load(const uint8_t* codes, int warp, int lane, uint32_t* x) {
+    const int group = warp * GROUPS;
+    const uint8_t* bundle = codes + group / 4 * (BITS * 512) + lane * 16;
+#pragma unroll
+    for (int u = 0; u < COUNT; u += WIDTH) {
+      const int word = group % 4 * BITS + u;
+      const uint8_t* p = bundle + (word >> 2) * 512 + (word & 3) * 4;
+      if constexpr (WIDTH == 4)
+        asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3},[%4];"
+                     : "=r"(x[u]), "=r"(x[u + 1]), "=r"(x[u + 2]), "=r"(x[u + 3]) : "l"(p));
+      else if constexpr (WIDTH == 2)
+        asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1},[%2];" : "=r"(x[u]), "=r"(x[u + 1]) : "l"(p));
+      else
+        asm volatile("ld.global.nc.L1::no_allocate.u32 %0,[%1];" : "=r"(x[u]) : "l"(p));
+    }
+  }
+};
+__device__ __forceinline__ void prefetch(const uint8_t* share) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0],%1;" ::"l"(share), "n"(HEAD_BYTES) : "memory");
+}
+__device__ __forceinline__ uint32_t load_word(const uint8_t* p) {
+  uint32_t v;
+  asm volatile("ld.global.nc.L1::no_allocate.u32 %0,[%1];" : "=r"(v) : "l"(p));
+  return v;
+}
+
+// Bytes of K: register r of a group is the core matrix of eight tokens and 16 channels.
+__device__ __forceinline__ void put_keys(uint32_t tile, int warp, int lane, const uint32_t* x) {
+  const uint32_t to = tile + lane * 4 + warp * 256;
+#pragma unroll
+  for (int group = 0; group < GROUPS; group++) {
+    uint32_t r[8];
+    unpack_bytes<K_BITS, KTable>(x + group * K_BITS, r);
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+      store4(to + ((2 * group + i / 4) * 2 + (i >> 1 & 1)) * K_STRIDE + (i & 1) * 128, r[i]);
+  }
+}
+
+// 16-bit floats of V: the values plus 128 are bytes, and 0x64 above a byte is 1024 plus that byte.
+__device__ __forceinline__ void put_values(uint32_t tile, int warp, int lane, const uint32_t* x) {
+  const __half2 offset = __half2half2(__ushort_as_half(0x6480));
+#pragma unroll
+  for (int group = 0; group < GROUPS; group++) {
+    const uint32_t to = tile + lane * 4 + (warp * GROUPS + group) * 256;
+    uint32_t r[8];
+    unpack_bytes<V_BITS, VTable>(x + group * V_BITS, r);
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const uint32_t bytes = V_BITS == 4 ? r[i] ^ 0x80808080u : r[i];
+      const uint32_t low = prmt(bytes, 0x64646464u, 0x4140), high = prmt(bytes, 0x64646464u, 0x4342);
+      const __half2 a = __hsub2(*reinterpret_cast<const __half2*>(&low), offset);
+      const __half2 b = __hsub2(*reinterpret_cast<const __half2*>(&high), offset);
+      const uint32_t at = to + (i >> 1) * 2 * V_STRIDE + (i & 1) * 128;
+      store4(at, *reinterpret_cast<const uint32_t*>(&a));
+      store4(at + V_STRIDE, *reinterpret_cast<const uint32_t*>(&b));
+    }
+  }
+}
+
+// One key mean as two rows of bytes, 128 * high + low = 16256 at its largest channel. It waits in shared memory,
+// each lane's channels in a place of its own, so it takes no registers meanwhile.
+__device__ __forceinline__ void fetch_mean(uint32_t waiting, const uint8_t* mean, int lane) {
+  constexpr int OWN = HEAD_DIM / 16;  // bytes of a lane
+  asm volatile("cp.async.ca.shared.global [%0],[%1],%2;" ::"r"(waiting + lane * OWN), "l"(mean + lane * OWN), "n"(OWN)
+               : "memory");
+}
+__device__ __forceinline__ void put_mean(const uint32_t* waiting, uint8_t* tile, float* step, int place, int lane) {
+  constexpr int OWN = HEAD_DIM / 64;  // pairs of channels of a lane
+  asm volatile("cp.async.wait_all;" ::: "memory");
+  float largest = 1e-20f;
+#pragma unroll
+  for (int i = 0; i < OWN; i++) {
+    const float2 f = unpack_half2(waiting[lane * OWN + i]);
+    largest = fmaxf(largest, fmaxf(fabsf(f.x), fabsf(f.y)));
+  }
+#pragma unroll
+  for (int o = 16; o; o >>= 1) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, o));
+  const float factor = __fdividef(Q_MAX, largest);
+  uint8_t* to = tile + (lane * 2 * OWN >> 4) * MEAN_STRIDE + place * 16 + (lane * 2 * OWN & 15);
+#pragma unroll
+  for (int i = 0; i < OWN; i++) {
+    const float2 f = unpack_half2(waiting[lane * OWN + i]);
+    const int x = __float2int_rn(f.x * factor), y = __float2int_rn(f.y * factor);
+    const int a = (x + 64) >> 7, b = (y + 64) >> 7;
+    *reinterpret_cast<uint16_t*>(to + 2 * i) = (uint16_t)((a & 255) | (b & 255) << 8);
+    *reinterpret_cast<uint16_t*>(to + 2 * i + 128) = (uint16_t)(((x - a * 128) & 255) | ((y - b * 128) & 255) << 8);
+  }
+  if (lane == 0) step[place] = largest * (1.f / (Q_MAX * K_STEP));
+}
+
+__device__ __forceinline__ void feed_keys(const uint8_t* share, const int* pages, const int* item_start,
+                                          const uint4* items, Shared& shared, uint32_t tiles, uint8_t* mean_tiles,
+                                          int warp, int lane) {
+  const uint32_t full = shared_address(shared.k_full), empty = shared_address(shared.k_empty);
+  Ring<K_STAGES> ring;
+  Ring<2> means;
+  for (int index = load_int(item_start + blockIdx.x); index < load_int(item_start + blockIdx.x + 1); index++) {
+    const Cohort item = load_cohort(items, index);
+    const uint8_t* head = share + (size_t)item.head * HEAD_BYTES;
+    auto source = [&](int page) { return head + (size_t)page * GRANULE; };
+    const int count = item.last - item.first;
+    const int* list = pages + item.first;
+    // A mean of this warp: of eight pages it has two, four apart.
+    auto fetch = [&](int page) {
+      fetch_mean(shared_address(shared.waiting[warp]), source(list[min(page + warp, count - 1)]) + K_BYTES, lane);
+    };
+    auto put = [&](int place) {
+      put_mean(shared.waiting[warp], mean_tiles + means.stage * MEAN_TILE, shared.mean_step[means.stage],
+               place + warp, lane);
+      if (place == 0) return;
+      wgmma_publish();
+      __syncwarp();
+      if (lane == 0) arrive(shared_address(&shared.mean_full[means.stage]), 1);
+      means.advance(1);
+    };
+    uint32_t x[GROUPS * K_BITS], scale = 0;
+    int ids = list[min(lane, count - 1)];
+    // Of K for warp 0, of V for warp 1.
+    const int scales_at = warp == 0 ? K_CODES : K_BYTES + MEAN + V_CODES;
+    if (warp == 3)
+#pragma unroll 1
+      for (int p = 0; p < AHEAD; p++) {
+        const uint8_t* at = source(__shfl_sync(~0u, ids, p));
+        if (lane == 0) prefetch(at);
+      }
+    const uint8_t* start = source(__shfl_sync(~0u, ids, 0));
+    Words<K_BITS>::load(start, warp, lane, x);
+    if (warp < 2) scale = load_word(start + scales_at + lane * 4);
+    if (CENTRED) {
+      barrier_wait(shared_address(&shared.mean_empty[means.stage]), means.phase ^ 1);
+#pragma unroll 1
+      for (int place = 0; place < MEAN_PAGES; place += 4) {
+        fetch(place);
+        put(place);
+      }
+    }
+    // The unit of V scales is a power of two, raised when a page's largest would pass HEADROOM units.
+    if (warp == 1) shared.running_unit = 0.f;
+    for (int p = 0; p < count; p++) {
+      if ((p + 1) % 32 == 0) ids = list[min(p + 1 + lane, count - 1)];
+      const uint8_t* next = source(__shfl_sync(~0u, ids, (p + 1) % 32));
+      barrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
+      const int later = list[min(p + AHEAD, count - 1)];
+      put_keys(tiles + ring.stage * K_TILE, warp, lane, x);
+      // Now, not behind the scales: the next page takes longer than what is left of this one.
+      Words<K_BITS>::load(next, warp, lane, x);
+      if (warp == 3 && lane == 0) prefetch(source(later));
+      if (warp < 2) {
+        float2 f = unpack_half2(scale);
+        scale = load_word(next + scales_at + lane * 4);
+        if (warp == 0 && Q_BYTES == 1) f.x *= 128.f, f.y *= 128.f;
+        if (warp == 1) {
+          const float top = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(fmaxf(f.x, f.y))));
+          float unit = shared.running_unit;
+          if (top > HEADROOM * unit || (unit == 0.f && top > 0.f))
+            unit = __uint_as_float(__float_as_uint(top) & 0x7F800000u);
+          const float used = unit > 0.f ? unit : 1.f;
+          const float inverse = invert_power(used);
+          f.x *= inverse, f.y *= inverse;
+          __syncwarp();
+          if (lane == 0) shared.v_unit[ring.stage] = used, shared.running_unit = unit;
+        }
+        // Tokens 16 t + 8 h + g with lane = 4 g + t: a consumer reads those of its columns at once.
+        float* to = &shared.scales[ring.stage][warp][(lane >> 3) * SCALE_ROW + (lane & 3) * 4 + (lane >> 2 & 1)];
+        to[0] = f.x, to[2] = f.y;
+      }
+      wgmma_publish();
+      __syncwarp();
+      if (lane == 0) arrive(full + 8 * ring.stage, 1);
+      ring.advance(1);
+      if (CENTRED && (p | 7) + 1 < count) {  // the means of the next eight pages, a step at a time
+        if ((p & 3) == 1) fetch((p | 7) + 1 + (p & 4));
+        if ((p & 7) == 2) barrier_wait(shared_address(&shared.mean_empty[means.stage]), means.phase ^ 1);
+        if ((p & 3) == 3) put(p & 4);
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ void feed_values(const uint8_t* share, const int* pages, const int* item_start,
+                                            const uint4* items, Shared& shared, uint32_t tiles, int warp, int lane) {
+  const uint32_t full = shared_address(shared.v_full), empty = shared_address(shared.v_empty);
+  Ring<V_STAGES> ring;
+  for (int index = load_int(item_start + blockIdx.x); index < load_int(item_start + blockIdx.x + 1); index++) {
+    const Cohort item = load_cohort(items, index);
+    const uint8_t* head = share + (size_t)item.head * HEAD_BYTES + K_BYTES + MEAN;
+    const int count = item.last - item.first;
+    const int* list = pages + item.first;
+    uint32_t x[GROUPS * V_BITS];
+    int ids = list[min(lane, count - 1)];
+    Words<V_BITS>::load(head + (size_t)__shfl_sync(~0u, ids, 0) * GRANULE, warp, lane, x);
+    for (int p = 0; p < count; p++) {
+      if ((p + 1) % 32 == 0) ids = list[min(p + 1 + lane, count - 1)];
+      const uint8_t* next = head + (size_t)__shfl_sync(~0u, ids, (p + 1) % 32) * GRANULE;
+      barrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
+      put_values(tiles + ring.stage * V_TILE, warp, lane, x);
+      Words<V_BITS>::load(next, warp, lane, x);
+      wgmma_publish();
+      __syncwarp();
+      if (lane == 0) arrive(full + 8 * ring.stage, 1);
+      ring.advance(1);
+    }
+  }
+}
+
+// Operand A of the queries' bytes of one plane: rows g and g + 8 of a warp's 16.
+__device__ __forceinline__ void load_queries(const uint2* q_bytes, int plane, int num_kv_heads, int head,
+                                             const int* refs, int k, int lane, uint32_t* a) {
+  uint2 v[2];
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const size_t place = (size_t)plane + (refs[i] >> 3) * num_kv_heads + head;
+    v[i] = refs[i] < 0 ? make_uint2(0, 0) : q_bytes[(place * K_STEPS + k) * 32 + (refs[i] & 7) * 4 + (lane & 3)];
+  }
+  a[0] = v[0].x, a[1] = v[1].x, a[2] = v[0].y, a[3] = v[1].y;
+}
+
+template <bool MASS>
+__device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const int* __restrict__ pages,
+                                       const uint2* __restrict__ q_bytes, int q_plane,
+                                       const float* __restrict__ q_scale, const int* __restrict__ rows,
+                                       const int* __restrict__ item_start, const uint4* __restrict__ items,
+                                       uint4* __restrict__ part_o, float2* __restrict__ part_ml,
+                                       float* __restrict__ part_unit, float* __restrict__ mass, int num_heads,
+                                       int group, int num_kv_heads, int chained) {
+  extern __shared__ __align__(1024) uint8_t memory[];
+  __shared__ Shared shared;
+  const int role = __shfl_sync(~0u, threadIdx.x >> 7, 0), warp = threadIdx.x >> 5 & 3, lane = threadIdx.x & 31;
+  const uint32_t k_tiles = shared_address(memory), v_tiles = k_tiles + K_STAGES * K_TILE;
+  constexpr int Q_AT = K_STAGES * K_TILE + V_STAGES * V_TILE, MEAN_AT = Q_AT + CONSUMERS * Q_TILES * Q_TILE;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < K_STAGES; i++) {
+      barrier_init(shared_address(&shared.k_full[i]), 4);
+      barrier_init(shared_address(&shared.k_empty[i]), CONSUMERS * 4);
+    }
+    for (int i = 0; i < V_STAGES; i++) {
+      barrier_init(shared_address(&shared.v_full[i]), 4);
+      barrier_init(shared_address(&shared.v_empty[i]), CONSUMERS * 4);
+    }
+    for (int i = 0; i < 2; i++) {
+      barrier_init(shared_address(&shared.mean_full[i]), 4);
+      barrier_init(shared_address(&shared.mean_empty[i]), CONSUMERS * 4);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  if (role < 2) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(FEED_REGISTERS));
+    if (role == 0) feed_keys(share, pages, item_start, items, shared, k_tiles, memory + MEAN_AT, warp, lane);
+    else feed_values(share, pages, item_start, items, shared, v_tiles, warp, lane);
+    return;
+  }
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(ROW_REGISTERS));
+  const int me = role - 2, g = lane >> 2, j = lane & 3;
+  const uint32_t k_full = shared_address(shared.k_full), k_empty = shared_address(shared.k_empty);
+  const uint32_t v_full = shared_address(shared.v_full), v_empty = shared_address(shared.v_empty);
+  const uint32_t scales = shared_address(shared.scales) + j * SCALE_ROW * 4;
+  const uint32_t q_tile = k_tiles + Q_AT + me * Q_TILES * Q_TILE, low_tile = q_tile + HIGH_SHARED * Q_TILE;
+  const uint64_t q_high = tile_descriptor(q_tile, K_STRIDE, 128), q_low = tile_descriptor(low_tile, K_STRIDE, 128);
+  const uint64_t keys = tile_descriptor(k_tiles, K_STRIDE, 128), values = tile_descriptor(v_tiles, V_STRIDE, 128);
+  const uint64_t means = tile_descriptor(k_tiles + MEAN_AT, MEAN_STRIDE, 128);
+  // Pages are fetched before the queries are there; see tq_decode.cu for the order of kernels.
+  if (!chained) depend_wait();
+  depend_go();
+  int passed = 0;   // pages of items done
+  Ring<2> mean_ring;
+  for (int index = load_int(item_start + blockIdx.x); index < load_int(item_start + blockIdx.x + 1); index++) {
+    const Cohort item = load_cohort(items, index);
+    const int blocks = item.blocks & 255, block = me % blocks, step = 3 - blocks, count = item.last - item.first;
+    const int* refs_at = rows + (item.rows + block) * ROWS + warp * 16 + g;
+    const int refs[2] = {refs_at[0], refs_at[8]};
+    uint32_t q[HIGH_SHARED ? 1 : K_STEPS][4];
+#pragma unroll
+    for (int k = 0; k < K_STEPS; k++) {
+      uint32_t a[4] = {};
+      const uint32_t at = q_tile + k * 2 * K_STRIDE + warp * 256 + lane * 4;
+      auto put = [&](uint32_t to) {
+        store4(to, a[0]), store4(to + 128, a[1]), store4(to + K_STRIDE, a[2]), store4(to + K_STRIDE + 128, a[3]);
+      };
+      load_queries(q_bytes, 0, num_kv_heads, item.head, refs, k, lane, a);
+      if constexpr (HIGH_SHARED) put(at);
+      else q[k][0] = a[0], q[k][1] = a[1], q[k][2] = a[2], q[k][3] = a[3];
+      if constexpr (LOW_SHARED) {
+        load_queries(q_bytes, q_plane, num_kv_heads, item.head, refs, k, lane, a);
+        put(at + HIGH_SHARED * Q_TILE);
+      }
+    }
+    if constexpr (Q_TILES > 0) {
+      wgmma_publish();
+      asm volatile("bar.sync %0, 128;" ::"r"(1 + me) : "memory");
+    }
+    float scale[2];  // of a sum of 15-bit queries
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const size_t place = (size_t)(refs[i] >> 3) * num_kv_heads + item.head;
+      scale[i] = refs[i] < 0 ? 0.f : q_scale[place * COLUMNS + (refs[i] & 7)] * (K_STEP / Q_MAX);
+    }
+    float O[HEAD_DIM / 2];
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 2; i++) O[i] = 0.f;
+    float m0 = 0.f, m1 = 0.f, l0 = 0.f, l1 = 0.f, v_unit = 1.f;
+    int p = blocks == 2 ? 0 : me;
+    Ring<K_STAGES> k_ring{(passed + p) % K_STAGES, (uint32_t)(passed + p) / K_STAGES & 1};
+    Ring<V_STAGES> v_ring{(passed + p) % V_STAGES, (uint32_t)(passed + p) / V_STAGES & 1};
+    passed += count;
+    int S[32];
+    // Scores of the page in this stage; a page behind the last one gives some that are not used.
+    auto score = [&](int stage) {
+      const uint64_t tile = keys + (uint64_t)(stage * K_TILE >> 4);
+#pragma unroll
+      for (int i = 0; i < 32; i++) S[i] = Q_BYTES == 2 ? 0 : MAGIC_BITS;
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < K_STEPS; k++) {
+        const uint64_t along = (uint64_t)(k * 2 * K_STRIDE >> 4);
+        if constexpr (HIGH_SHARED) wgmma_s8_n64(S, q_high + along, tile + along);
+        else wgmma_s8_n64(S, q[k], tile + along);
+      }
+      wgmma_commit();
+      if constexpr (Q_BYTES == 2) {
+        wgmma_wait<0>();
+#pragma unroll
+        for (int i = 0; i < 32; i++) S[i] *= 128;
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < K_STEPS; k++) {
+          const uint64_t along = (uint64_t)(k * 2 * K_STRIDE >> 4);
+          wgmma_s8_n64(S, q_low + along, tile + along);
+        }
+        wgmma_commit();
+      }
+    };
+    // Queries times the key means of the next eight pages; no other product runs.
+    auto mean_scores = [&]() {
+      int sum[8];
+#pragma unroll
+      for (int i = 0; i < 8; i++) sum[i] = 0;
+      barrier_wait(shared_address(&shared.mean_full[0]) + 8 * mean_ring.stage, mean_ring.phase);
+      const uint64_t tile = means + (uint64_t)(mean_ring.stage * MEAN_TILE >> 4);
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < K_STEPS; k++) {
+        const uint64_t along = (uint64_t)(k * 2 * K_STRIDE >> 4), rows_along = (uint64_t)(k * 2 * MEAN_STRIDE >> 4);
+        if constexpr (HIGH_SHARED) wgmma_s8_n16(sum, q_high + along, tile + rows_along);
+        else wgmma_s8_n16(sum, q[k], tile + rows_along);
+      }
+      wgmma_commit();
+      wgmma_wait<0>();
+#pragma unroll
+      for (int i = 0; i < 8; i++) sum[i] *= 128;
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < K_STEPS; k++)
+        wgmma_s8_n16(sum, q_low + (uint64_t)(k * 2 * K_STRIDE >> 4), tile + (uint64_t)(k * 2 * MEAN_STRIDE >> 4));
+      wgmma_commit();
+      wgmma_wait<0>();
+      const float2 size = *reinterpret_cast<const float2*>(&shared.mean_step[mean_ring.stage][2 * j]);
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        shared.dots[me][warp * 16 + (i >> 1) * 8 + g][2 * j + (i & 1)] =
+            fmaf((float)sum[i], 128.f, (float)sum[i + 4]) * (i & 1 ? size.y : size.x);
+      __syncwarp();
+      if (lane == 0) arrive(shared_address(&shared.mean_empty[0]) + 8 * mean_ring.stage, 1);
+      mean_ring.advance(1);
+    };
+    if (p < count) {
+      if (CENTRED) mean_scores();
+      barrier_wait(k_full + 8 * k_ring.stage, k_ring.phase);
+    }
+    score(k_ring.stage);
+    wgmma_wait<0>();
+    int v_stage = -1;  // whose product runs
+    bool first = true;
+    for (; p < count; p += step) {
+      float shift0 = -m0, shift1 = -m1;
+      if constexpr (CENTRED) {
+        const float* dots = &shared.dots[me][warp * 16 + g][p % MEAN_PAGES];
+        shift0 = fmaf(dots[0], scale[0], shift0);
+        shift1 = fmaf(dots[8 * MEAN_PAGES], scale[1], shift1);
+      }
+      const uint32_t page_scales = scales + k_ring.stage * (2 * SCALE_SET * 4);
+      const float page_unit = shared.v_unit[k_ring.stage];
+      float s[32], x0 = NO_SCORE, x1 = NO_SCORE;
+#pragma unroll
+      for (int u = 0; u < 4; u++) {
+        const float4 k_scale = load_floats(page_scales + u * 16);
+#pragma unroll
+        for (int x = 0; x < 8; x++) {
+          const float sum = Q_BYTES == 2 ? (float)S[u * 8 + x] : __int_as_float(S[u * 8 + x]) - MAGIC;
+          const float t = sum * (x & 4 ? (x & 1 ? k_scale.w : k_scale.z) : (x & 1 ? k_scale.y : k_scale.x));
+          s[u * 8 + x] = fmaf(t, x & 2 ? scale[1] : scale[0], x & 2 ? shift1 : shift0);
+          if (x & 2) x1 = fmaxf(x1, s[u * 8 + x]); else x0 = fmaxf(x0, s[u * 8 + x]);
+        }
+      }
+      float f0 = 1.f, f1 = 1.f;
+      // The reference of a row moves only when a weight would pass 2^10.
+      const bool moves = __any_sync(~0u, fmaxf(x0, x1) > 10.f || page_unit != v_unit) || first;
+      if (moves) {
+#pragma unroll
+        for (int o = 1; o < 4; o <<= 1) {
+          x0 = fmaxf(x0, __shfl_xor_sync(~0u, x0, o));
+          x1 = fmaxf(x1, __shfl_xor_sync(~0u, x1, o));
+        }
+        const float d0 = first ? x0 - 4.f : fmaxf(x0 - 4.f, 0.f), d1 = first ? x1 - 4.f : fmaxf(x1 - 4.f, 0.f);
+        f0 = first ? 0.f : exp2_fast(-d0), f1 = first ? 0.f : exp2_fast(-d1);
+        m0 += d0, m1 += d1;
+        l0 *= f0, l1 *= f1;
+        const float units = v_unit * invert_power(page_unit);
+        f0 *= units, f1 *= units;
+        v_unit = page_unit;
+#pragma unroll
+        for (int i = 0; i < 32; i++) s[i] -= i & 2 ? d1 : d0;
+        first = false;
+      }
+      float sum0 = 0.f, sum1 = 0.f;
+#pragma unroll
+      for (int u = 0; u < 4; u++) {
+        const float4 v_scale = load_floats(page_scales + SCALE_SET * 4 + u * 16);
+#pragma unroll
+        for (int x = 0; x < 8; x++) {
+          const float e = exp2_fast(s[u * 8 + x]);
+          if (x & 2) sum1 += e; else sum0 += e;
+          s[u * 8 + x] = e * (x & 4 ? (x & 1 ? v_scale.w : v_scale.z) : (x & 1 ? v_scale.y : v_scale.x));
+        }
+      }
+      l0 += sum0, l1 += sum1;
+      if (MASS) {
+#pragma unroll
+        for (int o = 1; o < 4; o <<= 1) {
+          sum0 += __shfl_xor_sync(~0u, sum0, o);
+          sum1 += __shfl_xor_sync(~0u, sum1, o);
+        }
+        if (j == 0) {
+          const Cohort now = load_cohort(items, index);
+          const int row = ((now.blocks >> 8) + block) * ROWS + warp * 16 + g;
+          auto put = [&](int stacked, float value) {
+            const size_t entry = now.entry + p * now.stride + stacked / group;
+            mass[entry * num_heads + now.head * group + stacked % group] = value;
+          };
+          if (scale[0] != 0.f) put(row, log2_fast(sum0) + m0);
+          if (scale[1] != 0.f) put(row + 8, log2_fast(sum1) + m1);
+        }
+      }
+      __syncwarp();
+      if (lane == 0) arrive(k_empty + 8 * k_ring.stage, step);
+      wgmma_wait<0>();
+      if (lane == 0 && v_stage >= 0) arrive(v_empty + 8 * v_stage, step);
+      if (moves) {
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / 8; i++) O[i * 4] *= f0, O[i * 4 + 1] *= f0, O[i * 4 + 2] *= f1, O[i * 4 + 3] *= f1;
+      }
+      uint32_t P[16];
+#pragma unroll
+      for (int i = 0; i < 16; i++) P[i] = pack_half2(s[2 * i], s[2 * i + 1]);
+      v_stage = v_ring.stage;
+      barrier_wait(v_full + 8 * v_stage, v_ring.phase);
+      v_ring.advance(step);
+      k_ring.advance(step);
+      if (p + step < count) {
+        if (CENTRED && (p + step) % MEAN_PAGES < step) mean_scores();
+        barrier_wait(k_full + 8 * k_ring.stage, k_ring.phase);
+      }
+      score(k_ring.stage);
+#pragma unroll
+      for (int k = 0; k < 4; k++)
+        wgmma_f16<HEAD_DIM>(O, P + 4 * k, values + (uint64_t)((v_stage * V_TILE + k * 2 * V_STRIDE) >> 4));
+      wgmma_commit();
+      wgmma_wait<1>();  // the product with V runs under the next page's softmax
+    }
+    wgmma_wait<0>();
+    if (lane == 0 && v_stage >= 0) arrive(v_empty + 8 * v_stage, step);
+    if (CENTRED && step == 2 && me == 1 && count % MEAN_PAGES == 1) {  // the last means are one, not for these pages
+      barrier_wait(shared_address(&shared.mean_full[0]) + 8 * mean_ring.stage, mean_ring.phase);
+      if (lane == 0) arrive(shared_address(&shared.mean_empty[0]) + 8 * mean_ring.stage, 1);
+      mean_ring.advance(1);
+    }
+#pragma unroll
+    for (int o = 1; o < 4; o <<= 1) {
+      l0 += __shfl_xor_sync(~0u, l0, o);
+      l1 += __shfl_xor_sync(~0u, l1, o);
+    }
+    const size_t row = (size_t)(item.slot + me) * ROWS + warp * 16 + g;
+    const float i0 = l0 > 0.f ? __fdividef(1.f, l0) : 0.f, i1 = l1 > 0.f ? __fdividef(1.f, l1) : 0.f;
+#pragma unroll
+    for (int u = 0; u < HEAD_DIM / 32; u++) {  // place 32 u + 8 j + 2 y + e holds channel 32 u + 8 y + 2 j + e
+      uint32_t x[4], y[4];
+#pragma unroll
+      for (int t = 0; t < 4; t++) {
+        const float* o = O + (u * 4 + t) * 4;
+        x[t] = pack_half2(o[0] * i0, o[1] * i0), y[t] = pack_half2(o[2] * i1, o[3] * i1);
+      }
+      part_o[row * (HEAD_DIM / 8) + u * 4 + j] = make_uint4(x[0], x[1], x[2], x[3]);
+      part_o[(row + 8) * (HEAD_DIM / 8) + u * 4 + j] = make_uint4(y[0], y[1], y[2], y[3]);
+    }
+    if (j == 0) {
+      part_ml[row] = make_float2(l0 > 0.f ? m0 : NO_SCORE, l0);
+      part_ml[row + 8] = make_float2(l1 > 0.f ? m1 : NO_SCORE, l1);
+    }
+    if (warp == 0 && lane == 0) part_unit[item.slot + me] = v_unit * V_STEP;
+  }
+  if (chained) depend_wait();
+}
+
+#define KERNEL(NAME, MASS)                                                                                         \
+  extern "C" __global__ void __launch_bounds__(512, 1)                                                             \
+      NAME(const uint8_t* share, const int* pages, const uint2* q_bytes, int q_plane, const float* q_scale,        \
+           const int* rows, const int* item_start, const uint4* items, uint4* part_o, float2* part_ml,             \
+           float* part_unit, float* mass, int num_heads, int group, int num_kv_heads, int chained) {               \
+    decode<MASS>(share, pages, q_bytes, q_plane, q_scale, rows, item_start, items, part_o, part_ml, part_unit,     \
+                 mass, num_heads, group, num_kv_heads, chained);                                                   \
+  }
+KERNEL(cohort_decode, false)
+KERNEL(cohort_decode_mass, true)
+extern "C" __device__ const int shared_bytes = SHARED;

@@ -1,0 +1,99 @@
+"""The cohort kernel against float64 attention over the decoded pages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gpu_pages import move
+from kernel_pages import Pages, relative_error
+from test_cuda_decode import check, poison
+
+from minima_kernels import KVGeometry, plan_decode, run_decode
+
+FORMATS = ["tq3", "tq(16,4)", "tq(16,8)", "tq(8,4)", "tq(4,4)", "tq(16,16)", "tq(8,8,uncentred)"]
+
+
+@pytest.mark.parametrize("query_bits", [15, 8])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats(name: str, dim: int, query_bits: int) -> None:
+    """Page counts around the eight that share a tile of means, and one."""
+    pages = Pages(KVGeometry(2, 2, dim, 64), [name])
+    everyone = list(range(7))
+    segments = [pages.segment(0, count, everyone) for count in (1, 9, 16, 23)]
+    assert plan_decode(segments, 7, pages.kinds, pages.geometry, "cuda").cuda(8)._part_rows.numel()
+    check(pages, segments, 7, 4, query_bits)
+
+
+@pytest.mark.parametrize("group_size", [1, 3, 4, 5, 6, 8, 12, 16])
+@pytest.mark.parametrize("dim", [128, 256])
+def test_groups_and_numbers_of_readers(dim: int, group_size: int) -> None:
+    """One to four blocks of rows, rows cut by a block's end, private tails in other formats."""
+    num_rows = 24 if group_size < 12 else 16
+    pages = Pages(KVGeometry(1, 2, dim, 64), ["tq3", "fp8", "bf16"])
+    everyone = list(range(num_rows))
+    segments = [
+        pages.segment(0, 13, everyone),
+        pages.segment(0, 3, everyone[3:21]),
+        pages.segment(0, 2, [0, 1]),
+        pages.segment(1, 2, everyone),
+        *[pages.segment(1 + row % 2, 1 + row % 3, [row], 1 + 2 * row) for row in everyone],
+    ]
+    check(pages, segments, num_rows, group_size, rows=[0, 3, 10, 15, num_rows - 1])
+
+
+def test_tree_of_nodes_of_uneven_length() -> None:
+    pages = Pages(KVGeometry(1, 2, 128, 64), ["tq3", "fp8"])
+    segments = [pages.segment(0, 7, range(32))]
+    for half in range(2):
+        segments.append(pages.segment(0, 5 + half, range(16 * half, 16 * half + 16)))
+        for quarter in range(4):
+            start = 16 * half + 4 * quarter
+            segments.append(pages.segment(0, 1 + quarter + half, range(start, start + 4)))
+    segments += [pages.segment(1, 2, [row], 1 + row) for row in range(32)]
+    check(pages, segments, 32, 6, rows=[0, 10, 15, 16, 21, 31])
+
+
+@pytest.mark.parametrize("case", ["large keys", "small, then large values", "zero values"])
+@pytest.mark.parametrize("dim", [128, 256])
+def test_extreme_pages(dim: int, case: str) -> None:
+    """One token that takes all attention; V scales that no 16-bit weight holds at once."""
+    geometry = KVGeometry(1, 1, dim, 64)
+    pages = Pages(geometry, ["tq3"])
+    segment = pages.segment(0, 12, range(8))
+    format_ = pages.kinds[0].formats[0]
+    k, v = pages.random(12, 64, 1, dim), pages.random(12, 64, 1, dim)
+    if case == "large keys":
+        k[7, 40] *= 300
+    elif case == "zero values":
+        v[:9] = 0
+    else:
+        v *= 2.0 ** -(14 - 2 * torch.arange(12.0))[:, None, None, None]
+    data = format_.encode(k, v, geometry)
+    for address, row in zip(segment.addresses, data, strict=True):
+        pages.arena[address * 128 : address * 128 + len(row)] = row
+    check(pages, [segment], 8, 4)
+
+
+def test_graph_replay_and_repeat() -> None:
+    geometry = KVGeometry(1, 4, 256, 64)
+    pages = Pages(geometry, ["tq3", "fp8"])
+    segments = [pages.segment(0, 90, range(32))]
+    segments += [pages.segment(1, 2, [row]) for row in range(32)]
+    arena = move(pages, segments)
+    plan = plan_decode(segments, 32, pages.kinds, geometry, arena.device)
+    q = pages.random(32, 24, 256).cuda()
+    eager = run_decode(plan, q, arena, 0, 0.0625, page_mass=True)
+    graph = torch.cuda.CUDAGraph()
+    held = torch.zeros_like(q)
+    with torch.cuda.graph(graph):
+        captured = run_decode(plan, held, arena, 0, 0.0625, page_mass=True)
+    for _ in range(3):
+        poison(plan, 24)
+        held.copy_(q)
+        graph.replay()
+        torch.cuda.synchronize()
+        for first, second in zip(eager, captured, strict=True):
+            assert torch.equal(first, second)
+    expected, _ = pages.reference(segments, 5, q[5:6].cpu(), 0, 0.0625)
+    assert relative_error(eager.out[5].cpu(), expected[0]) < 5e-4
