@@ -10,6 +10,7 @@ import torch
 from minima_kernels.arena import gather, scatter
 from minima_kernels.cpu.route import fallback_reason, reason_now
 from minima_kernels.cpu.transfer import native_append, native_retier
+from minima_kernels.cuda.retier import LayerShares, retier_layers, retier_reason
 from minima_kernels.formats import AppendableFormat, Format
 from minima_kernels.geometry import GRANULE, KVGeometry
 from minima_kernels.kinds import PageKind
@@ -82,6 +83,14 @@ def retier(
             arena, sources, source_kind, destinations, destination_kind, geometry, threads
         )
         return
+    if arena.is_cuda:
+        reason = reason_now(retier_reason(set(formats), geometry, arena.device))
+        if reason is None:
+            routes.count("retier", "cuda")
+            _cuda_retier(
+                arena, sources, source_kind, destinations, destination_kind, runs, geometry
+            )
+            return
     routes.count("retier", "torch", reason)
     most_values = _MAX_SCRATCH_VALUES_GPU if arena.is_cuda else _MAX_SCRATCH_VALUES
     for run in runs:
@@ -104,6 +113,27 @@ def retier(
                 k, v = run.source.decode(data.view(-1, size), geometry)
                 encoded = run.destination.encode(k, v, geometry).view(-1, new_size * count)
                 write_shares(arena, new, run.destination, new_offset, geometry, encoded)
+
+
+def _cuda_retier(
+    arena: torch.Tensor,
+    sources: torch.Tensor,
+    source_kind: PageKind,
+    destinations: torch.Tensor,
+    destination_kind: PageKind,
+    runs: Sequence[_LayerRun],
+    geometry: KVGeometry,
+) -> None:
+    for run in runs:
+        offset = source_kind.layer_offset(run.first_layer, geometry)
+        new_offset = destination_kind.layer_offset(run.first_layer, geometry)
+        if run.source == run.destination:
+            size = run.source.layer_bytes(geometry) * run.num_layers
+            scatter(arena, destinations, new_offset, gather(arena, sources, offset, size))
+            continue
+        old = LayerShares(sources, run.source, offset)
+        new = LayerShares(destinations, run.destination, new_offset)
+        retier_layers(arena, old, new, run.num_layers, geometry)
 
 
 def append_tokens(

@@ -18,6 +18,7 @@ from minima_kernels.cuda.variants import (
     decode_variant,
     merge_variant,
     prepare_variant,
+    retier_variant,
 )
 from minima_kernels.formats import TQ
 
@@ -37,6 +38,11 @@ def cohort(name: str, dim: int, query_bits: int = 15) -> Variant:
     return cohort_variant(format_, KVGeometry(1, 1, dim, 64), query_bits)
 
 
+def conversion(source: str, destination: str, dim: int, kernel: str = "retier") -> Variant:
+    formats = parse_format(source), parse_format(destination)
+    return retier_variant(*formats, KVGeometry(1, 1, dim, 64), kernel)
+
+
 # 65,536 registers for 128 threads: 4 blocks get 128 each, 3 get 168.
 LIMITS = {
     decode("tq3", 128): Limit(128, 150),
@@ -50,6 +56,12 @@ LIMITS = {
     cohort("tq3", 256): Limit(128, 340),
     cohort("tq3", 256, 8): Limit(128, 180),
     cohort("tq(16,4)", 64): Limit(128, 0),
+    # 256 threads: 3 blocks get 80 registers each, 2 get 128.
+    conversion("fp8", "tq3", 128): Limit(80, 16),
+    conversion("bf16", "tq3", 256): Limit(128, 0),
+    conversion("fp8", "tq(16,4)", 64): Limit(80, 0),
+    conversion("tq3", "fp8", 128): Limit(80, 0),
+    conversion("tq3", "bf16", 256, "expand"): Limit(128, 0),
     prepare_variant(KVGeometry(1, 1, 128, 64)): Limit(64, 0),
     merge_variant(KVGeometry(1, 1, 128, 64), 4): Limit(64, 0),
 }

@@ -20,9 +20,10 @@ from minima_kernels.cuda.variants import (
     mass_variant,
     merge_variant,
     prepare_variant,
+    retier_variant,
     unsupported,
 )
-from minima_kernels.formats import TQ, parse_format
+from minima_kernels.formats import BF16, F16, FP8, TQ, Format, parse_format
 from minima_kernels.geometry import KVGeometry
 
 FORMATS = ("tq3", "tq(16,4)", "tq(16,8)", "tq(8,4)", "tq(4,4)", "fp8", "bf16", "f16")
@@ -33,13 +34,14 @@ def variants(
     head_dims: Iterable[int] = HEAD_DIMS,
     query_bits: Iterable[int] = (15,),
 ) -> list[Variant]:
-    """All kernels that decode over pages of these formats needs.
+    """All kernels that decode and extend over pages of these formats need, and those that seal
+    appendable pages, compress them and promote them back.
 
     Raises:
         ValueError: a format or head dim that the kernels do not take.
     """
     found: dict[Variant, None] = {}
-    bits = tuple(query_bits)
+    bits, formats = tuple(query_bits), tuple(formats)
     for dim in head_dims:
         geometry = KVGeometry(1, 1, dim, PAGE_SIZE)
         for name in formats:
@@ -51,9 +53,24 @@ def variants(
                 found |= {append_variant(format_, geometry): None}
             if isinstance(format_, TQ):
                 found |= {cohort_variant(format_, geometry, count): None for count in bits}
+        found |= dict.fromkeys(_conversions([parse_format(name) for name in formats], geometry))
         found |= {prepare_variant(geometry): None, mass_variant(geometry): None}
         found |= {merge_variant(geometry, split): None for split in (1, 4)}
     return list(found)
+
+
+def _conversions(formats: Iterable[Format], geometry: KVGeometry) -> list[Variant]:
+    chosen = list(dict.fromkeys(formats))
+    found = []
+    for source in chosen:
+        dense = F16 if source == F16 else BF16
+        found.append(retier_variant(source, dense, geometry, "expand"))
+        for destination in chosen:
+            if source != destination and (
+                destination == FP8 or (source.appendable and isinstance(destination, TQ))
+            ):
+                found.append(retier_variant(source, destination, geometry))
+    return found
 
 
 def compile_all(chosen: Iterable[Variant], jobs: int) -> list[Path]:

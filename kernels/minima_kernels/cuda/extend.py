@@ -15,6 +15,7 @@ import torch
 
 from minima_kernels.attention.merge import State, merge_states
 from minima_kernels.attention.output import AttentionOutput
+from minima_kernels.cuda.retier import LayerShares, expand_pages, retier_reason
 from minima_kernels.formats import Format
 from minima_kernels.geometry import KVGeometry
 from minima_kernels.rotation import Rotation
@@ -48,6 +49,10 @@ def expand_tile(
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of consecutive pages, rotated: ``[H, num_tokens, D]`` each."""
+    if arena.is_cuda and retier_reason([format_], geometry, arena.device) is None:
+        shares = LayerShares(addresses, format_, offset)
+        k, v = expand_pages(arena, shares, geometry, dtype)
+        return k[:, :num_tokens], v[:, :num_tokens]
     data = read_shares(arena, addresses, format_, offset, geometry)
     tile = format_.expand(data[None], geometry)
     k, v = tile.k, tile.v

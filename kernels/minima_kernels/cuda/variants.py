@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from minima_kernels.codebook import codebook
+from minima_kernels.codebook import codebook, lloyd_max
 from minima_kernels.cuda.compiler import compile_kernel
 from minima_kernels.cuda.driver import Function, load_function
 from minima_kernels.cuda.order import CODE_BITS, HEAD_DIMS, PAGE_SIZE, supports
@@ -22,6 +22,7 @@ from minima_kernels.formats import BF16, F16, FP8, TQ, Format
 from minima_kernels.geometry import KVGeometry
 
 _ROW_FORMATS: dict[Format, int] = {FP8: 0, F16: 1, BF16: 2}
+_TQ_FORMAT = 3
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """Dtypes of queries, keys and values, and what the kernels call them."""
@@ -46,6 +47,8 @@ _WARPS = 4
 # with, or a block waits for registers for ever.
 _COHORT = {64: (6, 6, 184, 72), 128: (6, 6, 184, 72), 256: (3, 3, 208, 48)}
 _COHORT_THREADS = 512
+
+_RETIER_THREADS = 256
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,27 @@ def cohort_variant(format_: TQ, geometry: KVGeometry, query_bits: int) -> Varian
         **_tables("V", format_.v_levels, is_summed=False, is_offset=format_.v_levels < 16),
     }
     return Variant("cohort_decode.cu", tuple(macros.items()), (_COHORT_THREADS, 1), True)
+
+
+@cache
+def retier_variant(
+    source: Format, destination: Format, geometry: KVGeometry, kernel: str = "retier"
+) -> Variant:
+    """The kernel that makes pages of one format from those of another; ``expand``: dense rows."""
+    macros: dict[str, int | str] = {"HEAD_DIM": geometry.head_dim}
+    for side, format_ in (("FROM", source), ("TO", destination)):
+        macros[side] = _ROW_FORMATS.get(format_, _TQ_FORMAT)
+        is_tq = isinstance(format_, TQ)
+        macros[f"{side}_K_BITS"] = CODE_BITS[format_.k_levels] if is_tq else 2
+        macros[f"{side}_V_BITS"] = CODE_BITS[format_.v_levels] if is_tq else 2
+        macros[f"{side}_CENTRED"] = int(is_tq and format_.centred)
+    for levels, bits in CODE_BITS.items():
+        exact = lloyd_max(levels)
+        step = exact[-1] / 127
+        upper = bytes(round(value / step) for value in exact[levels // 2 :])
+        macros[f"BOOK_{bits}"] = f"0x{int.from_bytes(upper, 'little'):X}ull"
+        macros[f"STEP_{bits}"] = repr(step)
+    return Variant(f"{kernel}.cu", tuple(macros.items()), (_RETIER_THREADS, 1), True)
 
 
 def prepare_variant(geometry: KVGeometry) -> Variant:

@@ -64,28 +64,13 @@ static_assert(K_STRIDE % 16 == 0 && V_STRIDE % 16 == 0 && MEAN_STRIDE % 16 == 0,
 static_assert(K_CODES % 16 == 0 && K_BYTES % 16 == 0 && MEAN % 16 == 0 && V_CODES % 16 == 0 && HEAD_BYTES % 16 == 0,
               "parts of a head's share of a page");
 static_assert(sizeof(Cohort) == 2 * sizeof(uint4), "load_cohort");
-static_assert(SHARED + sizeof(Shared) <= 227 * 1024, "shared memory of a block");
+static_assert(SHARED + (sizeof(Shared) + 1023) / 1024 * 1024 <= 227 * 1024, "shared memory of a block");
+// From its last page to its next a consumer passes by at most two of the other one's.
+static_assert(K_STAGES >= 3 && V_STAGES >= 3, "rounds of a ring");
 
 __device__ __forceinline__ Cohort load_cohort(const uint4* items, int index) {
   const uint4 a = __ldg(items + 2 * index), b = __ldg(items + 2 * index + 1);
   return {(int)a.x, (int)a.y, (int)a.z, (int)a.w, (int)b.x, (int)b.y, (int)b.z, (int)b.w};
-}
-// Loaded anew where it is needed, not kept.
-__device__ __forceinline__ int load_int(const int* p) {
-  int v;
-  asm volatile("ld.global.nc.u32 %0,[%1];" : "=r"(v) : "l"(p));
-  return v;
-}
-__device__ __forceinline__ void store4(uint32_t a, uint32_t v) {
-  asm volatile("st.shared.u32 [%0],%1;" ::"r"(a), "r"(v) : "memory");
-}
-__device__ __forceinline__ float4 load_floats(uint32_t a) {
-  float4 v;
-  asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3},[%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(a));
-  return v;
-}
-__device__ __forceinline__ void arrive(uint32_t barrier, uint32_t count) {
-  asm volatile("mbarrier.arrive.shared.b64 _,[%0],%1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
 // 1 / x of a power of two.
@@ -115,24 +100,10 @@ struct Words {
     for (int u = 0; u < COUNT; u += WIDTH) {
       const int word = group % 4 * BITS + u;
       const uint8_t* p = bundle + (word >> 2) * 512 + (word & 3) * 4;
-      if constexpr (WIDTH == 4)
-        asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3},[%4];"
-                     : "=r"(x[u]), "=r"(x[u + 1]), "=r"(x[u + 2]), "=r"(x[u + 3]) : "l"(p));
-      else if constexpr (WIDTH == 2)
-        asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1},[%2];" : "=r"(x[u]), "=r"(x[u + 1]) : "l"(p));
-      else
-        asm volatile("ld.global.nc.L1::no_allocate.u32 %0,[%1];" : "=r"(x[u]) : "l"(p));
+      load_words<WIDTH>(p, x + u);
     }
   }
 };
-__device__ __forceinline__ void prefetch(const uint8_t* share) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0],%1;" ::"l"(share), "n"(HEAD_BYTES) : "memory");
-}
-__device__ __forceinline__ uint32_t load_word(const uint8_t* p) {
-  uint32_t v;
-  asm volatile("ld.global.nc.L1::no_allocate.u32 %0,[%1];" : "=r"(v) : "l"(p));
-  return v;
-}
 
 // Bytes of K: register r of a group is the core matrix of eight tokens and 16 channels.
 __device__ __forceinline__ void put_keys(uint32_t tile, int warp, int lane, const uint32_t* x) {
@@ -172,12 +143,11 @@ __device__ __forceinline__ void put_values(uint32_t tile, int warp, int lane, co
 // each lane's channels in a place of its own, so it takes no registers meanwhile.
 __device__ __forceinline__ void fetch_mean(uint32_t waiting, const uint8_t* mean, int lane) {
   constexpr int OWN = HEAD_DIM / 16;  // bytes of a lane
-  asm volatile("cp.async.ca.shared.global [%0],[%1],%2;" ::"r"(waiting + lane * OWN), "l"(mean + lane * OWN), "n"(OWN)
-               : "memory");
+  copy_async<OWN>(waiting + lane * OWN, mean + lane * OWN);
 }
 __device__ __forceinline__ void put_mean(const uint32_t* waiting, uint8_t* tile, float* step, int place, int lane) {
   constexpr int OWN = HEAD_DIM / 64;  // pairs of channels of a lane
-  asm volatile("cp.async.wait_all;" ::: "memory");
+  copy_async_wait();
   float largest = 1e-20f;
 #pragma unroll
   for (int i = 0; i < OWN; i++) {
@@ -232,7 +202,7 @@ __device__ __forceinline__ void feed_keys(const uint8_t* share, const int* pages
 #pragma unroll 1
       for (int p = 0; p < AHEAD; p++) {
         const uint8_t* at = source(__shfl_sync(~0u, ids, p));
-        if (lane == 0) prefetch(at);
+        if (lane == 0) prefetch<HEAD_BYTES>(at);
       }
     const uint8_t* start = source(__shfl_sync(~0u, ids, 0));
     Words<K_BITS>::load(start, warp, lane, x);
@@ -255,7 +225,7 @@ __device__ __forceinline__ void feed_keys(const uint8_t* share, const int* pages
       put_keys(tiles + ring.stage * K_TILE, warp, lane, x);
       // Now, not behind the scales: the next page takes longer than what is left of this one.
       Words<K_BITS>::load(next, warp, lane, x);
-      if (warp == 3 && lane == 0) prefetch(source(later));
+      if (warp == 3 && lane == 0) prefetch<HEAD_BYTES>(source(later));
       if (warp < 2) {
         float2 f = unpack_half2(scale);
         scale = load_word(next + scales_at + lane * 4);
@@ -334,7 +304,7 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
                                        uint4* __restrict__ part_o, float2* __restrict__ part_ml,
                                        float* __restrict__ part_unit, float* __restrict__ mass, int num_heads,
                                        int group, int num_kv_heads, int chained) {
-  extern __shared__ __align__(1024) uint8_t memory[];
+  DYNAMIC_SHARED(1024, memory);
   __shared__ Shared shared;
   const int role = __shfl_sync(~0u, threadIdx.x >> 7, 0), warp = threadIdx.x >> 5 & 3, lane = threadIdx.x & 31;
   const uint32_t k_tiles = shared_address(memory), v_tiles = k_tiles + K_STAGES * K_TILE;
@@ -352,16 +322,16 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
       barrier_init(shared_address(&shared.mean_full[i]), 4);
       barrier_init(shared_address(&shared.mean_empty[i]), CONSUMERS * 4);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    publish_barriers();
   }
   __syncthreads();
   if (role < 2) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(FEED_REGISTERS));
+    give_registers<FEED_REGISTERS>();
     if (role == 0) feed_keys(share, pages, item_start, items, shared, k_tiles, memory + MEAN_AT, warp, lane);
     else feed_values(share, pages, item_start, items, shared, v_tiles, warp, lane);
     return;
   }
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(ROW_REGISTERS));
+  take_registers<ROW_REGISTERS>();
   const int me = role - 2, g = lane >> 2, j = lane & 3;
   const uint32_t k_full = shared_address(shared.k_full), k_empty = shared_address(shared.k_empty);
   const uint32_t v_full = shared_address(shared.v_full), v_empty = shared_address(shared.v_empty);
@@ -381,6 +351,7 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
     const int* refs_at = rows + (item.rows + block) * ROWS + warp * 16 + g;
     const int refs[2] = {refs_at[0], refs_at[8]};
     uint32_t q[HIGH_SHARED ? 1 : K_STEPS][4];
+    if constexpr (Q_TILES > 0) sync_threads<128>(1 + me);  // products of the item before read the whole tile
 #pragma unroll
     for (int k = 0; k < K_STEPS; k++) {
       uint32_t a[4] = {};
@@ -398,7 +369,7 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
     }
     if constexpr (Q_TILES > 0) {
       wgmma_publish();
-      asm volatile("bar.sync %0, 128;" ::"r"(1 + me) : "memory");
+      sync_threads<128>(1 + me);
     }
     float scale[2];  // of a sum of 15-bit queries
 #pragma unroll
@@ -411,8 +382,11 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
     for (int i = 0; i < HEAD_DIM / 2; i++) O[i] = 0.f;
     float m0 = 0.f, m1 = 0.f, l0 = 0.f, l1 = 0.f, v_unit = 1.f;
     int p = blocks == 2 ? 0 : me;
-    Ring<K_STAGES> k_ring{(passed + p) % K_STAGES, (uint32_t)(passed + p) / K_STAGES & 1};
-    Ring<V_STAGES> v_ring{(passed + p) % V_STAGES, (uint32_t)(passed + p) / V_STAGES & 1};
+    // A parity tells a round of a ring only from the ones beside it, so a consumer must not fall behind by
+    // more: the only page of a single block is the other one's, but both wait for it and both leave it.
+    const int stages_at = passed + (p < count ? p : 0), share = count == 1 ? 1 : step;
+    Ring<K_STAGES> k_ring{stages_at % K_STAGES, (uint32_t)stages_at / K_STAGES & 1};
+    Ring<V_STAGES> v_ring{stages_at % V_STAGES, (uint32_t)stages_at / V_STAGES & 1};
     passed += count;
     int S[32];
     // Scores of the page in this stage; a page behind the last one gives some that are not used.
@@ -477,6 +451,11 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
     if (p < count) {
       if (CENTRED) mean_scores();
       barrier_wait(k_full + 8 * k_ring.stage, k_ring.phase);
+    } else {
+      barrier_wait(k_full + 8 * k_ring.stage, k_ring.phase);
+      if (lane == 0) arrive(k_empty + 8 * k_ring.stage, share);
+      barrier_wait(v_full + 8 * v_ring.stage, v_ring.phase);
+      if (lane == 0) arrive(v_empty + 8 * v_ring.stage, share);
     }
     score(k_ring.stage);
     wgmma_wait<0>();
@@ -553,9 +532,9 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
         }
       }
       __syncwarp();
-      if (lane == 0) arrive(k_empty + 8 * k_ring.stage, step);
+      if (lane == 0) arrive(k_empty + 8 * k_ring.stage, share);
       wgmma_wait<0>();
-      if (lane == 0 && v_stage >= 0) arrive(v_empty + 8 * v_stage, step);
+      if (lane == 0 && v_stage >= 0) arrive(v_empty + 8 * v_stage, share);
       if (moves) {
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 8; i++) O[i * 4] *= f0, O[i * 4 + 1] *= f0, O[i * 4 + 2] *= f1, O[i * 4 + 3] *= f1;
@@ -579,7 +558,7 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
       wgmma_wait<1>();  // the product with V runs under the next page's softmax
     }
     wgmma_wait<0>();
-    if (lane == 0 && v_stage >= 0) arrive(v_empty + 8 * v_stage, step);
+    if (lane == 0 && v_stage >= 0) arrive(v_empty + 8 * v_stage, share);
     if (CENTRED && step == 2 && me == 1 && count % MEAN_PAGES == 1) {  // the last means are one, not for these pages
       barrier_wait(shared_address(&shared.mean_full[0]) + 8 * mean_ring.stage, mean_ring.phase);
       if (lane == 0) arrive(shared_address(&shared.mean_empty[0]) + 8 * mean_ring.stage, 1);

@@ -3,6 +3,8 @@
 #include <cuda_fp16.h>
 #include <stdint.h>
 
+#include "machine.cuh"
+
 constexpr int PAGE = 64;          // tokens of a page
 constexpr int COLUMNS = 8;        // query columns (row, head) of a tile: the N of an MMA
 constexpr int GRANULE = 128;      // unit of page addresses in bytes
@@ -20,85 +22,13 @@ struct Item {
   int stride;     // page entries per page
 };
 
-
-__device__ __forceinline__ void depend_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void depend_go() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-
-__device__ __forceinline__ uint32_t prmt(uint32_t a, uint32_t b, uint32_t s) {
-  uint32_t d;
-  asm("prmt.b32 %0,%1,%2,%3;" : "=r"(d) : "r"(a), "r"(b), "r"(s));
-  return d;
-}
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x));
-  return y;
-}
-__device__ __forceinline__ float log2_fast(float x) {
-  float y;
-  asm("lg2.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x));
-  return y;
-}
-// Transposes 8x8 16-bit values held one row of a matrix per four lanes.
-__device__ __forceinline__ uint32_t transpose8x8(uint32_t a) {
-  uint32_t d;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0,%1;" : "=r"(d) : "r"(a));
-  return d;
-}
-__device__ __forceinline__ uint32_t pack_half2(float low, float high) {
-  uint32_t d;
-  asm("cvt.rn.f16x2.f32 %0,%1,%2;" : "=r"(d) : "f"(high), "f"(low));
-  return d;
-}
 __device__ __forceinline__ float2 unpack_half2(uint32_t x) {
   return __half22float2(*reinterpret_cast<const __half2*>(&x));
-}
-__device__ __forceinline__ uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
-__device__ __forceinline__ uint4 load_shared16(uint32_t a) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(a));
-  return v;
-}
-__device__ __forceinline__ uint2 load_shared8(uint32_t a) {
-  uint2 v;
-  asm volatile("ld.shared.v2.u32 {%0,%1},[%2];" : "=r"(v.x), "=r"(v.y) : "r"(a));
-  return v;
-}
-// Not to be hoisted out of a loop: that would cost more registers than the loads cost time.
-__device__ __forceinline__ uint4 load_here(const uint4* p) {
-  uint4 v;
-  asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-  return v;
 }
 // Loaded anew where it is needed: kept over a page loop it would take registers.
 __device__ __forceinline__ Item load_item(const uint4* items, int index) {
   const uint4 a = load_here(items + 2 * index), b = load_here(items + 2 * index + 1);
   return {(int)a.x, (int)a.y, (int)a.z, (int)a.w, (int)b.x, (int)b.y, (int)b.z, (int)b.w};
-}
-__device__ __forceinline__ void barrier_init(uint32_t a, uint32_t n) {
-  asm volatile("mbarrier.init.shared.b64 [%0],%1;" ::"r"(a), "r"(n));
-}
-__device__ __forceinline__ void barrier_wait(uint32_t a, uint32_t phase) {
-  asm volatile(
-      "{\n.reg .pred p;\nW: mbarrier.try_wait.parity.shared.b64 p,[%0],%1;\n@p bra D;\nbra W;\nD:\n}" ::"r"(a),
-      "r"(phase)
-      : "memory");
-}
-__device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _,[%0],%1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void bulk_copy(uint32_t target, const void* source, uint32_t bytes, uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0],[%1],%2,[%3];" ::"r"(target),
-      "l"(source), "r"(bytes), "r"(barrier)
-      : "memory");
-}
-__device__ __forceinline__ void mma_f16(float* c, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
-                                        uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
 // A warp's state: two columns (2j, 2j + 1) per lane, log2 units; totals are still per lane.

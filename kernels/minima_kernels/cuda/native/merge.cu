@@ -62,9 +62,9 @@ extern "C" __global__ void __launch_bounds__(HEAD_DIM * SPLIT)
 #pragma unroll
     for (int s = 32; s < HEAD_DIM; s <<= 1) {  // only the threads of y = 0 are left
       x[0][d] = v;
-      asm volatile("bar.sync 1, %0;" ::"n"(HEAD_DIM) : "memory");
+      sync_threads<HEAD_DIM>(1);
       const float other = x[0][d ^ s];
-      asm volatile("bar.sync 1, %0;" ::"n"(HEAD_DIM) : "memory");
+      sync_threads<HEAD_DIM>(1);
       v = d & s ? other - v : v + other;
     }
     v *= rsqrtf((float)HEAD_DIM);

@@ -111,7 +111,7 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
                                        const uint4* __restrict__ items, float* __restrict__ part_o,
                                        float2* __restrict__ part_ml, float* __restrict__ mass, int num_heads,
                                        int group, int num_kv_heads, int chained) {
-  extern __shared__ __align__(128) uint8_t memory[];
+  DYNAMIC_SHARED(128, memory);
   __shared__ __align__(8) uint64_t barriers[WARPS * 3];
   __shared__ float2 sums[WARPS][COLUMNS];
   __shared__ float2 dots[CENTRED ? WARPS : 1][MEAN_PAGES][COLUMNS / 2];  // queries times key means
@@ -124,7 +124,7 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
     barrier_init(key_barrier, 1);
     barrier_init(value_barrier, 1);
     barrier_init(mean_barrier, 1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    publish_barriers();
   }
   __syncwarp();
   __shared__ uint32_t entries[WARPS][2];

@@ -3,6 +3,14 @@
 #pragma once
 #include <stdint.h>
 
+// A tile at `address`: bytes from one core matrix to the next along K, and along M or N.
+__device__ __forceinline__ uint64_t tile_descriptor(uint32_t address, uint32_t along_k, uint32_t along_n) {
+  return (uint64_t)((address & 0x3FFFF) >> 4) | ((uint64_t)(along_k >> 4) << 16) | ((uint64_t)(along_n >> 4) << 32);
+}
+
+#ifndef __CUDACC__
+#include "emulated_wgmma.h"
+#else
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // Waits until at most PENDING committed groups run.
@@ -12,11 +20,6 @@ __device__ __forceinline__ void wgmma_wait() {
 }
 // Makes what this thread stored visible to the tensor cores.
 __device__ __forceinline__ void wgmma_publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-// A tile at `address`: bytes from one core matrix to the next along K, and along M or N.
-__device__ __forceinline__ uint64_t tile_descriptor(uint32_t address, uint32_t along_k, uint32_t along_n) {
-  return (uint64_t)((address & 0x3FFFF) >> 4) | ((uint64_t)(along_k >> 4) << 16) | ((uint64_t)(along_n >> 4) << 32);
-}
 
 #define OUT4(C, d, i) C(d[i]), C(d[i + 1]), C(d[i + 2]), C(d[i + 3])
 #define OUT16(C, d, i) OUT4(C, d, i), OUT4(C, d, i + 4), OUT4(C, d, i + 8), OUT4(C, d, i + 12)
@@ -67,3 +70,4 @@ __device__ __forceinline__ void wgmma_f16(float* d, const uint32_t* a, uint64_t 
     if constexpr (N == 256) wgmma_f16<128>(d + 64, a, b + 128);
   }
 }
+#endif

@@ -1,0 +1,103 @@
+"""The kernels themselves, run on the CPU, against float64 attention over the decoded pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from emulated import Emulation, skip_unless_possible
+from kernel_pages import Pages, relative_error
+
+from minima_kernels import KVGeometry, Segment
+from minima_kernels.arena import scatter
+from minima_kernels.attention.segments import check_segments
+from minima_kernels.cuda.decode import CudaDecode
+from minima_kernels.cuda.order import fragment_order, supports
+from minima_kernels.formats import TQ
+
+LIMITS = {15: 5e-4, 8: 2.5e-2}
+
+
+@pytest.fixture
+def emulation(monkeypatch: pytest.MonkeyPatch) -> Emulation:
+    skip_unless_possible()
+    return Emulation(monkeypatch)
+
+
+def in_fragment_order(pages: Pages, segments: Sequence[Segment]) -> torch.Tensor:
+    geometry, arena = pages.geometry, pages.arena.clone()
+    for segment in segments:
+        kind = pages.kinds[segment.kind_index]
+        addresses = torch.as_tensor(segment.addresses)
+        for layer, format_ in enumerate(kind.formats):
+            if not supports(format_, geometry):
+                continue
+            assert isinstance(format_, TQ)
+            offset, size = kind.layer_offset(layer, geometry), format_.layer_bytes(geometry)
+            data = torch.stack([pages.arena[a * 128 + offset :][:size] for a in addresses.tolist()])
+            moved = fragment_order(format_, geometry).from_canonical(data)
+            scatter(arena, addresses, offset, moved)
+    return arena
+
+
+def check(
+    emulation: Emulation,
+    pages: Pages,
+    segments: Sequence[Segment],
+    num_rows: int,
+    group_size: int,
+    query_bits: int = 15,
+    seeds: int = 2,
+    rows: Sequence[int] | None = None,
+) -> None:
+    geometry = pages.geometry
+    num_heads = geometry.num_kv_heads * group_size
+    scale = geometry.head_dim**-0.5
+    arena = in_fragment_order(pages, segments)
+    table = check_segments(segments, num_rows, pages.kinds, geometry)
+    plan = CudaDecode(
+        table, num_rows, num_heads, tuple(pages.kinds), geometry, torch.device("cpu"), query_bits
+    )
+    q = pages.random(num_rows, num_heads, geometry.head_dim) * 2
+    chosen = list(range(num_rows) if rows is None else rows)
+    answers = [pages.reference(segments, row, q[row : row + 1], 0, scale) for row in chosen]
+    expected = torch.cat([answer[0] for answer in answers])
+    first = None
+    for emulation.seed in range(seeds):
+        for buffer in (plan._part_o, plan._part_rows, plan._part_unit, plan._part_ml, plan._q_scale):
+            buffer.fill_(float("nan"))
+        for words in (plan._q_bytes, plan._pieces):
+            if words is not None:
+                words.fill_(-1)
+        result = plan.run(q, arena, 0, scale, emulation.seed == 0, None)
+        error = relative_error(result.out[chosen], expected)
+        assert error < LIMITS[query_bits], (emulation.seed, error)
+        if first is None:
+            first = result
+            assert result.page_mass is not None
+        assert torch.equal(result.out, first.out), emulation.seed
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("dim", [64, pytest.param(128, marks=SLOW), pytest.param(256, marks=SLOW)])
+def test_cohort(emulation: Emulation, dim: int) -> None:
+    pages = Pages(KVGeometry(1, 1, dim, 64), ["tq3"])
+    everyone = list(range(20))
+    # Three blocks of rows, and one; page counts around the eight that share a tile of means.
+    segments = [pages.segment(0, 9, everyone), pages.segment(0, 1, everyone)]
+    segments.append(pages.segment(0, 7, range(4)))
+    check(emulation, pages, segments, 20, 8, rows=[0, 3, 15, 16, 19])
+    assert "cohort_decode_mass" in emulation.launched
+
+
+@pytest.mark.parametrize("dim", [pytest.param(128, marks=SLOW), pytest.param(256, marks=SLOW)])
+def test_consumers_that_pages_pass_by(monkeypatch: pytest.MonkeyPatch, dim: int) -> None:
+    """Nodes of one page go to one consumer; the other must not take an old tile for a new one."""
+    skip_unless_possible()
+    emulation = Emulation(monkeypatch, multiprocessors=1)
+    pages = Pages(KVGeometry(1, 1, dim, 64), ["tq(8,8,uncentred)"])
+    segments = [pages.segment(0, n, range(4)) for n in (1, 1, 1, 1, 1, 5, 1, 1, 1, 1, 3)]
+    check(emulation, pages, segments, 4, 4, seeds=12)
