@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +72,18 @@ def measure(name: str, count: int, rounds: int) -> list[dict[str, Any]]:
             [Segment(inputs.addresses[0], 0, PAGE, [0])], [0, count], inputs.kinds, geometry, "cuda"
         )
 
-        def run() -> object:
-            return run_extend(
-                plan, q, k, v, arena, 0, dim**-0.5, rotation=rotation, routes=routes  # noqa: B023
-            )
-
+        run = partial(
+            run_extend,
+            plan,
+            q,
+            k,
+            v,
+            arena,
+            0,
+            dim**-0.5,
+            rotation=rotation,
+            routes=routes,
+        )
         times[format_] = time_events(run, rounds) * 1e3
         assert set(routes.snapshot()) == {Route("extend", "flash", "")}, routes.snapshot()
     times["dense"] = time_events(dense(q, num_kv_heads), rounds) * 1e3

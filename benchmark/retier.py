@@ -85,7 +85,9 @@ def convert(
     name: str, source: str, destination: str, copy_rate: float, rounds: int
 ) -> list[dict[str, Any]]:
     geometry = GEOMETRIES[name]
-    kinds = [PageKind.uniform(f, parse_format(f), geometry.num_layers) for f in (source, destination)]
+    kinds = [
+        PageKind.uniform(f, parse_format(f), geometry.num_layers) for f in (source, destination)
+    ]
     start = PageKind.uniform("bf16", parse_format("bf16"), geometry.num_layers)
     sizes = [kind.granules(geometry) for kind in (start, *kinds)]
     bases = [0, NUM_PAGES * sizes[0], NUM_PAGES * (sizes[0] + sizes[1])]
@@ -139,7 +141,9 @@ def draw(rows: Sequence[dict[str, Any]]) -> Any:
     from matplotlib import pyplot
 
     geometries = list(dict.fromkeys(row["geometry"] for row in rows))
-    figure, axes = pyplot.subplots(1, len(geometries), figsize=(7 * len(geometries), 4), squeeze=False)
+    figure, axes = pyplot.subplots(
+        1, len(geometries), figsize=(7 * len(geometries), 4), squeeze=False
+    )
     for axis, geometry in zip(axes[0], geometries, strict=True):
         mine = [row for row in rows if row["geometry"] == geometry]
         for place, route in enumerate(("cuda", "torch")):
@@ -148,7 +152,9 @@ def draw(rows: Sequence[dict[str, Any]]) -> Any:
             axis.barh(steps, [row["of_copy"] for row in chosen], 0.38, label=route)
         axis.set_yticks(range(len(CONVERSIONS)), [f"{a} to {b}" for a, b in CONVERSIONS])
         axis.axvline(TARGET, color="grey", linestyle=":")
-        axis.set(title=f"{geometry}: conversion of pages", xlabel="bytes per second / those of a copy")
+        axis.set(
+            title=f"{geometry}: conversion of pages", xlabel="bytes per second / those of a copy"
+        )
         axis.invert_yaxis()
         axis.legend()
     figure.tight_layout()

@@ -78,7 +78,7 @@ def test_no_fallbacks_and_no_dense_copy(runner: ModelRunner) -> None:
     layers = runner.config.num_layers
     routes = {(route.operation, route.route) for route in used}
     assert routes <= {
-        ("decode", "cuda"), ("append", "cuda"), ("extend", "flash"), ("retier", "torch"),
+        ("decode", "cuda"), ("append", "cuda"), ("extend", "flash"), ("retier", "cuda"),
         ("graph", "replay"), ("graph", "eager"),
     }  # fmt: skip
     eager = {route.reason for route in used if (route.operation, route.route) == ("graph", "eager")}

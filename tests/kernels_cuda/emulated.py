@@ -25,9 +25,9 @@ from minima_kernels.cuda.variants import Variant
 
 _FOLDER = Path(__file__).parent / "emulator"
 _NATIVE = Path(compiler.__file__).parent / "native"
+_BOUNDS = r"__launch_bounds__\([^)]*(?:\([^)]*\))?\)"
 _KERNEL = re.compile(
-    r'(?:^KERNEL\((\w+),|extern "C" __global__ void __launch_bounds__\([^)]*(?:\([^)]*\))?\)\s*\n?\s*(\w+)\()',
-    re.MULTILINE,
+    rf'(?:^KERNEL\((\w+),|extern "C" __global__ void {_BOUNDS}\s*(\w+)\()', re.MULTILINE
 )
 
 
@@ -120,4 +120,3 @@ class Emulation:
             assert not status, f"{function.name}, seed {self.seed}: {error or 'no such kernel'}"
 
         return call
-

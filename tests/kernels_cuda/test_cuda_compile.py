@@ -57,9 +57,9 @@ LIMITS = {
     cohort("tq3", 256, 8): Limit(128, 180),
     cohort("tq(16,4)", 64): Limit(128, 0),
     # 256 threads: 3 blocks get 80 registers each, 2 get 128.
-    conversion("fp8", "tq3", 128): Limit(80, 16),
-    conversion("bf16", "tq3", 256): Limit(128, 0),
-    conversion("fp8", "tq(16,4)", 64): Limit(80, 0),
+    conversion("fp8", "tq3", 128): Limit(80, 0),
+    conversion("bf16", "tq3", 256): Limit(128, 40),
+    conversion("fp8", "tq(16,4)", 64): Limit(80, 80),
     conversion("tq3", "fp8", 128): Limit(80, 0),
     conversion("tq3", "bf16", 256, "expand"): Limit(128, 0),
     prepare_variant(KVGeometry(1, 1, 128, 64)): Limit(64, 0),

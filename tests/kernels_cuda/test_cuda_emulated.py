@@ -65,7 +65,13 @@ def check(
     expected = torch.cat([answer[0] for answer in answers])
     first = None
     for emulation.seed in range(seeds):
-        for buffer in (plan._part_o, plan._part_rows, plan._part_unit, plan._part_ml, plan._q_scale):
+        for buffer in (
+            plan._part_o,
+            plan._part_rows,
+            plan._part_unit,
+            plan._part_ml,
+            plan._q_scale,
+        ):
             buffer.fill_(float("nan"))
         for words in (plan._q_bytes, plan._pieces):
             if words is not None:

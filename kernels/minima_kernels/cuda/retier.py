@@ -1,4 +1,4 @@
-"""Pages of one kind from those of another on a GPU, one launch for all pages and layers of a run."""
+"""Pages of one kind from those of another on a GPU, one launch for all pages and layers."""
 
 from __future__ import annotations
 
@@ -117,6 +117,6 @@ def _launch(
     source: Format, destination: Format, geometry: KVGeometry, device: torch.device
 ) -> Launch:
     function = retier_variant(source, destination, geometry).load("retier", device)
-    arguments: list[Argument] = [None] * 3 + [0] * 5 + [geometry.num_kv_heads]
+    arguments: list[Argument] = [None, None, None, *[0] * 5, geometry.num_kv_heads]
     arguments += [*_parts(source, geometry), *_parts(destination, geometry)]
     return Launch(function, (1, 1), arguments, overlaps=False)

@@ -139,16 +139,18 @@ def retier_variant(
     macros: dict[str, int | str] = {"HEAD_DIM": geometry.head_dim}
     for side, format_ in (("FROM", source), ("TO", destination)):
         macros[side] = _ROW_FORMATS.get(format_, _TQ_FORMAT)
-        is_tq = isinstance(format_, TQ)
-        macros[f"{side}_K_BITS"] = CODE_BITS[format_.k_levels] if is_tq else 2
-        macros[f"{side}_V_BITS"] = CODE_BITS[format_.v_levels] if is_tq else 2
-        macros[f"{side}_CENTRED"] = int(is_tq and format_.centred)
-    for levels, bits in CODE_BITS.items():
-        exact = lloyd_max(levels)
+        bits = 2, 2, 0  # read by nobody where the format is not TQ
+        if isinstance(format_, TQ):
+            levels = format_.k_levels, format_.v_levels
+            bits = CODE_BITS[levels[0]], CODE_BITS[levels[1]], int(format_.centred)
+        names = f"{side}_K_BITS", f"{side}_V_BITS", f"{side}_CENTRED"
+        macros |= dict(zip(names, bits, strict=True))
+    for num_levels, width in CODE_BITS.items():
+        exact = lloyd_max(num_levels)
         step = exact[-1] / 127
-        upper = bytes(round(value / step) for value in exact[levels // 2 :])
-        macros[f"BOOK_{bits}"] = f"0x{int.from_bytes(upper, 'little'):X}ull"
-        macros[f"STEP_{bits}"] = repr(step)
+        upper = bytes(round(value / step) for value in exact[num_levels // 2 :])
+        macros[f"BOOK_{width}"] = f"0x{int.from_bytes(upper, 'little'):X}ull"
+        macros[f"STEP_{width}"] = repr(step)
     return Variant(f"{kernel}.cu", tuple(macros.items()), (_RETIER_THREADS, 1), True)
 
 

@@ -65,7 +65,7 @@ static_assert(K_CODES % 16 == 0 && K_BYTES % 16 == 0 && MEAN % 16 == 0 && V_CODE
               "parts of a head's share of a page");
 static_assert(sizeof(Cohort) == 2 * sizeof(uint4), "load_cohort");
 static_assert(SHARED + (sizeof(Shared) + 1023) / 1024 * 1024 <= 227 * 1024, "shared memory of a block");
-// From its last page to its next a consumer passes by at most two of the other one's.
+// Within an item a consumer passes by one page of the other one's at a time.
 static_assert(K_STAGES >= 3 && V_STAGES >= 3, "rounds of a ring");
 
 __device__ __forceinline__ Cohort load_cohort(const uint4* items, int index) {
@@ -346,12 +346,15 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
   int passed = 0;   // pages of items done
   Ring<2> mean_ring;
   for (int index = load_int(item_start + blockIdx.x); index < load_int(item_start + blockIdx.x + 1); index++) {
+    // A parity tells a round of a ring only from the ones beside it. The only page of a single block is the first
+    // consumer's: without the other one waiting here, a few of those and it takes an old tile for a new one. The
+    // tile of queries is not read any more either.
+    sync_threads<CONSUMERS * 128>(1 + CONSUMERS);
     const Cohort item = load_cohort(items, index);
     const int blocks = item.blocks & 255, block = me % blocks, step = 3 - blocks, count = item.last - item.first;
     const int* refs_at = rows + (item.rows + block) * ROWS + warp * 16 + g;
     const int refs[2] = {refs_at[0], refs_at[8]};
     uint32_t q[HIGH_SHARED ? 1 : K_STEPS][4];
-    if constexpr (Q_TILES > 0) sync_threads<128>(1 + me);  // products of the item before read the whole tile
 #pragma unroll
     for (int k = 0; k < K_STEPS; k++) {
       uint32_t a[4] = {};
@@ -382,11 +385,8 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
     for (int i = 0; i < HEAD_DIM / 2; i++) O[i] = 0.f;
     float m0 = 0.f, m1 = 0.f, l0 = 0.f, l1 = 0.f, v_unit = 1.f;
     int p = blocks == 2 ? 0 : me;
-    // A parity tells a round of a ring only from the ones beside it, so a consumer must not fall behind by
-    // more: the only page of a single block is the other one's, but both wait for it and both leave it.
-    const int stages_at = passed + (p < count ? p : 0), share = count == 1 ? 1 : step;
-    Ring<K_STAGES> k_ring{stages_at % K_STAGES, (uint32_t)stages_at / K_STAGES & 1};
-    Ring<V_STAGES> v_ring{stages_at % V_STAGES, (uint32_t)stages_at / V_STAGES & 1};
+    Ring<K_STAGES> k_ring{(passed + p) % K_STAGES, (uint32_t)(passed + p) / K_STAGES & 1};
+    Ring<V_STAGES> v_ring{(passed + p) % V_STAGES, (uint32_t)(passed + p) / V_STAGES & 1};
     passed += count;
     int S[32];
     // Scores of the page in this stage; a page behind the last one gives some that are not used.
@@ -451,11 +451,6 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
     if (p < count) {
       if (CENTRED) mean_scores();
       barrier_wait(k_full + 8 * k_ring.stage, k_ring.phase);
-    } else {
-      barrier_wait(k_full + 8 * k_ring.stage, k_ring.phase);
-      if (lane == 0) arrive(k_empty + 8 * k_ring.stage, share);
-      barrier_wait(v_full + 8 * v_ring.stage, v_ring.phase);
-      if (lane == 0) arrive(v_empty + 8 * v_ring.stage, share);
     }
     score(k_ring.stage);
     wgmma_wait<0>();
@@ -532,9 +527,9 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
         }
       }
       __syncwarp();
-      if (lane == 0) arrive(k_empty + 8 * k_ring.stage, share);
+      if (lane == 0) arrive(k_empty + 8 * k_ring.stage, step);
       wgmma_wait<0>();
-      if (lane == 0 && v_stage >= 0) arrive(v_empty + 8 * v_stage, share);
+      if (lane == 0 && v_stage >= 0) arrive(v_empty + 8 * v_stage, step);
       if (moves) {
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 8; i++) O[i * 4] *= f0, O[i * 4 + 1] *= f0, O[i * 4 + 2] *= f1, O[i * 4 + 3] *= f1;
@@ -558,7 +553,7 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
       wgmma_wait<1>();  // the product with V runs under the next page's softmax
     }
     wgmma_wait<0>();
-    if (lane == 0 && v_stage >= 0) arrive(v_empty + 8 * v_stage, share);
+    if (lane == 0 && v_stage >= 0) arrive(v_empty + 8 * v_stage, step);
     if (CENTRED && step == 2 && me == 1 && count % MEAN_PAGES == 1) {  // the last means are one, not for these pages
       barrier_wait(shared_address(&shared.mean_full[0]) + 8 * mean_ring.stage, mean_ring.phase);
       if (lane == 0) arrive(shared_address(&shared.mean_empty[0]) + 8 * mean_ring.stage, 1);

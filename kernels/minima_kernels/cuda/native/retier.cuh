@@ -62,10 +62,10 @@ struct Bytes {
   }
 };
 
-// The level nearest to a magnitude by bisection: `index` gets its number, returned is the level.
-template <int COUNT>
+// The level nearest to a magnitude by bisection; the bits of its number flip those of `codes` from `SHIFT` on.
+template <int COUNT, int SHIFT>
 __host__ __device__ __forceinline__ float nearest(float magnitude, const float* levels, const float* edges,
-                                                  uint32_t& index) {
+                                                  uint32_t& codes) {
   if constexpr (COUNT == 1) {
     return levels[0];
   } else {
@@ -77,22 +77,30 @@ __host__ __device__ __forceinline__ float nearest(float magnitude, const float* 
       some_levels[i] = is_upper ? levels[HALF + i] : levels[i];
       some_edges[i] = i == HALF - 1 ? 0.f : is_upper ? edges[HALF + i] : edges[i];
     }
-    index |= is_upper ? HALF : 0;
-    return nearest<HALF>(magnitude, some_levels, some_edges, index);
+    if (is_upper) codes ^= (uint32_t)HALF << SHIFT;
+    return nearest<HALF, SHIFT>(magnitude, some_levels, some_edges, codes);
   }
 }
-// The code of a value in units of the root mean square; `level` gets the magnitude it stands for.
+template <int E>
+struct Byte {
+  static constexpr int value = E;
+};
+// Codes of four zeros: the highest below zero.
 template <int BITS>
-__host__ __device__ __forceinline__ uint32_t quantise(float unit, float& level) {
+constexpr uint32_t BELOW = ((1 << (BITS - 1)) - 1) * 0x01010101u;
+// Puts the code of a value, in units of the root mean square, in byte E of `codes`, which begins as BELOW.
+// Returned is the magnitude that it stands for.
+template <int BITS, int E>
+__host__ __device__ __forceinline__ float quantise(float unit, uint32_t& codes) {
   constexpr int HALF = 1 << (BITS - 1);
   constexpr Book<BITS> book;
   float levels[HALF], edges[HALF];
 #pragma unroll
   for (int i = 0; i < HALF; i++) levels[i] = book.levels[i], edges[i] = book.edges[i];
-  uint32_t index = 0;
-  level = nearest<HALF>(fabsf(unit), levels, edges, index);
-  return index ^ (unit > 0.f ? HALF : HALF - 1);
+  if (unit > 0.f) codes ^= (2 * HALF - 1u) << 8 * E;
+  return nearest<HALF, 8 * E>(fabsf(unit), levels, edges, codes);
 }
+
 // Eight registers of four codes, a code per byte, to BITS words of fragment order, and back.
 template <int BITS>
 __host__ __device__ __forceinline__ void pack(const uint32_t* r, uint32_t* w) {
@@ -272,9 +280,9 @@ __device__ __forceinline__ void store_rows(const float (&x)[TOKENS][OWN], const 
       if constexpr (TO == FP8) {
         float y[4];
 #pragma unroll
-        for (int e = 0; e < 4; e++) {  // a quotient rounded once
+        for (int e = 0; e < 4; e++) {  // a quotient rounded once; zero keeps its sign
           const float q = from[e] * inverse;
-          y[e] = fmaf(fmaf(-q, scale, from[e]), inverse, q);
+          y[e] = copysignf(fmaf(fmaf(-q, scale, from[e]), inverse, q), from[e]);
         }
         const uint32_t low = __nv_cvt_float2_to_fp8x2(make_float2(y[0], y[1]), __NV_SATFINITE, __NV_E4M3);
         const uint32_t high = __nv_cvt_float2_to_fp8x2(make_float2(y[2], y[3]), __NV_SATFINITE, __NV_E4M3);
@@ -409,16 +417,27 @@ __device__ __forceinline__ void store_tq(const float (&x)[TOKENS][OWN], uint32_t
     chosen[i] = 0.f;
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
-      uint32_t word = 0;
-#pragma unroll
-      for (int e = 0; e < 4; e++) {
-        float level;
-        const uint32_t code = quantise<BITS>(x[i][4 * c + e] * inverse, level);
+      uint32_t codes = BELOW<BITS>;
+      auto quantised = [&](auto place, float value, uint32_t& word) {
+        const float level = quantise<BITS, decltype(place)::value>(value * inverse, word);
         chosen[i] = fmaf(level, level, chosen[i]);
-        if constexpr (IS_VALUE) groups[i / 4][4 * c + e] = (i & 3 ? groups[i / 4][4 * c + e] : 0) | code << 8 * (i & 3);
-        else word |= code << 8 * e;
+      };
+      const float* from = &x[i][4 * c];
+      if constexpr (IS_VALUE) {
+        uint32_t* word = &groups[i / 4][4 * c];
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+          if (i % 4 == 0) word[e] = BELOW<BITS>;
+          if (i % 4 == 0) quantised(Byte<0>(), from[e], word[e]);
+          else if (i % 4 == 1) quantised(Byte<1>(), from[e], word[e]);
+          else if (i % 4 == 2) quantised(Byte<2>(), from[e], word[e]);
+          else quantised(Byte<3>(), from[e], word[e]);
+        }
+      } else {
+        quantised(Byte<0>(), from[0], codes), quantised(Byte<1>(), from[1], codes);
+        quantised(Byte<2>(), from[2], codes), quantised(Byte<3>(), from[3], codes);
+        words[at.token(i) * K_ROW + at.chunk(c)] = codes;
       }
-      if constexpr (!IS_VALUE) words[at.token(i) * K_ROW + at.chunk(c)] = word;
     }
   }
   float scale = root_mean_square;
