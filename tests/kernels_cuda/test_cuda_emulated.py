@@ -14,6 +14,7 @@ from minima_kernels.arena import scatter
 from minima_kernels.attention.segments import check_segments
 from minima_kernels.cuda.decode import CudaDecode
 from minima_kernels.cuda.order import fragment_order, supports
+from minima_kernels.cuda.plan import entry_rows
 from minima_kernels.formats import TQ
 
 LIMITS = {15: 5e-4, 8: 2.5e-2}
@@ -82,6 +83,10 @@ def check(
         if first is None:
             first = result
             assert result.page_mass is not None
+            sums = torch.zeros(num_rows, num_heads)
+            sums.index_add_(0, torch.from_numpy(entry_rows(table)).int(), result.page_mass)
+            has_pages = torch.isfinite(result.lse)
+            assert torch.allclose(sums[has_pages], torch.ones(()), atol=2e-4)
         assert torch.equal(result.out, first.out), emulation.seed
 
 
@@ -107,3 +112,12 @@ def test_consumers_that_pages_pass_by(monkeypatch: pytest.MonkeyPatch, dim: int)
     pages = Pages(KVGeometry(1, 1, dim, 64), ["tq(8,8,uncentred)"])
     segments = [pages.segment(0, n, range(4)) for n in (1, 1, 1, 1, 1, 5, 1, 1, 1, 1, 3)]
     check(emulation, pages, segments, 4, 4, seeds=12)
+
+
+@pytest.mark.parametrize("name", ["tq3", pytest.param("tq(16,4)", marks=SLOW)])
+@pytest.mark.parametrize("dim", [64, pytest.param(256, marks=SLOW)])
+def test_one_reader_each(emulation: Emulation, dim: int, name: str) -> None:
+    pages = Pages(KVGeometry(1, 2, dim, 64), [name])
+    segments = [pages.segment(0, count, [row]) for row, count in enumerate((1, 9, 14))]
+    check(emulation, pages, segments, 3, 4)
+    assert "tq_decode_mass" in emulation.launched

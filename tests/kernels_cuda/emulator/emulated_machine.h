@@ -123,6 +123,57 @@ inline void barrier_wait(uint32_t a, uint32_t phase) {
 }
 inline void arrive(uint32_t a, uint32_t count) { emulator::barrier_arrive(a, count); }
 inline void publish_barriers() {}
+inline void publish_shared() {}
+inline void barrier_expect(uint32_t a, uint32_t bytes) {
+  if (bytes % 16) emulator::fail("bulk copies move multiples of 16 bytes");
+  reinterpret_cast<emulator::Barrier*>(emulator::at_address(a))->sixteens += (int16_t)(bytes / 16);
+  emulator::barrier_arrive(a, 1);
+}
+inline void bulk_copy(uint32_t target, const void* source, uint32_t bytes, uint32_t barrier) {
+  if (target % 16 || reinterpret_cast<uintptr_t>(source) % 16 || bytes % 16) emulator::fail("misaligned bulk copy");
+  memcpy(emulator::at_address(target), source, bytes);
+  auto& state = *reinterpret_cast<emulator::Barrier*>(emulator::at_address(barrier));
+  state.sixteens -= (int16_t)(bytes / 16);
+  emulator::barrier_step(state);
+}
+
+// Rows g and g + 8 of A, columns 2 j and 2 j + 1 of B; `multiply(a, b)` of two words of operands.
+template <typename T, typename Multiply>
+inline void multiply_fragments(T* c, const uint32_t* a, const uint32_t* b, Multiply multiply) {
+  uint32_t rows[4][32], columns[2][32];
+  for (int i = 0; i < 4; i++) memcpy(rows[i], emulator::exchange(a[i], "mma"), sizeof rows[i]);
+  for (int i = 0; i < 2; i++) memcpy(columns[i], emulator::exchange(b[i], "mma"), sizeof columns[i]);
+  const int g = emulator::current->lane >> 2, j = emulator::current->lane & 3;
+  for (int r = 0; r < 2; r++)
+    for (int n = 0; n < 2; n++)
+      for (int half = 0; half < 2; half++)
+        for (int k = 0; k < 4; k++)
+          c[2 * r + n] += multiply(rows[2 * half + r][4 * g + k], columns[half][4 * (2 * j + n) + k]);
+}
+template <typename B>
+inline int multiply_bytes(uint32_t a, uint32_t b) {
+  int sum = 0;
+  for (int i = 0; i < 4; i++) sum += (int8_t)(a >> 8 * i) * (int)(B)(b >> 8 * i);
+  return sum;
+}
+inline void mma_ss(int* c, const uint32_t* a, const uint32_t* b) { multiply_fragments(c, a, b, multiply_bytes<int8_t>); }
+inline void mma_su(int* c, const uint32_t* a, uint32_t b0, uint32_t b1) {
+  const uint32_t b[2] = {b0, b1};
+  multiply_fragments(c, a, b, multiply_bytes<uint8_t>);
+}
+inline void mma_f16(float* c, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+  const uint32_t a[4] = {a0, a1, a2, a3}, b[2] = {b0, b1};
+  multiply_fragments(c, a, b, [](uint32_t x, uint32_t y) {
+    const float2 f = __half22float2(bits_as<__half2>(x)), g = __half22float2(bits_as<__half2>(y));
+    return f.x * g.x + f.y * g.y;
+  });
+}
+inline uint32_t transpose8x8(uint32_t a) {
+  const uint32_t* all = emulator::exchange(a, "transpose8x8");
+  const int g = emulator::current->lane >> 2, j = emulator::current->lane & 3;
+  auto element = [&](int row, int column) { return all[4 * row + column / 2] >> 16 * (column & 1) & 0xFFFF; };
+  return element(2 * j, g) | element(2 * j + 1, g) << 16;
+}
 template <int COUNT>
 inline void give_registers() {}
 template <int COUNT>

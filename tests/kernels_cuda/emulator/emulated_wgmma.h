@@ -113,7 +113,6 @@ inline void wgmma_wait() {
   emulator::exchange(0, "wgmma_wait");
   emulator::finish_products(*emulator::current, PENDING);
 }
-inline void wgmma_publish() {}
 template <typename A>
 inline void wgmma_s8_n64(int* d, A a, uint64_t b) { emulator::issue<64>(d, a, b); }
 template <typename A>

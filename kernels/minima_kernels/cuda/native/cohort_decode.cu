@@ -189,7 +189,7 @@ __device__ __forceinline__ void feed_keys(const uint8_t* share, const int* pages
       put_mean(shared.waiting[warp], mean_tiles + means.stage * MEAN_TILE, shared.mean_step[means.stage],
                place + warp, lane);
       if (place == 0) return;
-      wgmma_publish();
+      publish_shared();
       __syncwarp();
       if (lane == 0) arrive(shared_address(&shared.mean_full[means.stage]), 1);
       means.advance(1);
@@ -245,7 +245,7 @@ __device__ __forceinline__ void feed_keys(const uint8_t* share, const int* pages
         float* to = &shared.scales[ring.stage][warp][(lane >> 3) * SCALE_ROW + (lane & 3) * 4 + (lane >> 2 & 1)];
         to[0] = f.x, to[2] = f.y;
       }
-      wgmma_publish();
+      publish_shared();
       __syncwarp();
       if (lane == 0) arrive(full + 8 * ring.stage, 1);
       ring.advance(1);
@@ -276,7 +276,7 @@ __device__ __forceinline__ void feed_values(const uint8_t* share, const int* pag
       barrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
       put_values(tiles + ring.stage * V_TILE, warp, lane, x);
       Words<V_BITS>::load(next, warp, lane, x);
-      wgmma_publish();
+      publish_shared();
       __syncwarp();
       if (lane == 0) arrive(full + 8 * ring.stage, 1);
       ring.advance(1);
@@ -371,7 +371,7 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
       }
     }
     if constexpr (Q_TILES > 0) {
-      wgmma_publish();
+      publish_shared();
       sync_threads<128>(1 + me);
     }
     float scale[2];  // of a sum of 15-bit queries

@@ -15,6 +15,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, HEAD_DIM == 256 ? 2 : 3)
   auto* words = reinterpret_cast<uint32_t*>(memory + LARGEST);
   if constexpr (FROM == TQ) load_share(source + (size_t)head * From::BYTES, reinterpret_cast<uint4*>(memory));
   const int codes = head * PAGE * HEAD_DIM * FROM_SIZE, scales = head * PAGE * 2;
+  if (FROM != TQ && threadIdx.x == 0) prefetch<PAGE * HEAD_DIM * FROM_SIZE>(source + from_v + codes);
   const size_t to = ((size_t)head * num_pages + page) * PAGE * HEAD_DIM * 2;
   convert<false>({source + codes, source + from_k_scales + scales}, {keys + to, nullptr}, memory, nullptr, words, nullptr, at);
   convert<true>({source + from_v + codes, source + from_v_scales + scales}, {values + to, nullptr}, memory, nullptr, words,

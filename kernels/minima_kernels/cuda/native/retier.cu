@@ -22,6 +22,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, HEAD_DIM == 256 ? 2 : 3)
   uint8_t* made = FROM == TQ && TO == TQ ? target + (size_t)head * To::BYTES : memory;
   const int from_codes = head * PAGE * HEAD_DIM * FROM_SIZE, to_codes = head * PAGE * HEAD_DIM * TO_SIZE;
   const int scales = head * PAGE * 2;
+  if (FROM != TQ && threadIdx.x == 0) prefetch<PAGE * HEAD_DIM * FROM_SIZE>(source + from_v + from_codes);
   convert<false>({source + from_codes, source + from_k_scales + scales}, {target + to_codes, target + to_k_scales + scales},
                  memory, made, words, sums, at);
   convert<true>({source + from_v + from_codes, source + from_v_scales + scales},

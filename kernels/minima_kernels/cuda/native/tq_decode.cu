@@ -24,19 +24,6 @@ constexpr float Q_MAX = Q_BYTES == 2 ? 16256.f : 127.f;
 constexpr int MAGIC_BITS = 0x4B400000;
 constexpr float MAGIC = 12582912.f;
 
-__device__ __forceinline__ void mma_ss(int* c, const uint32_t* a, const uint32_t* b) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-__device__ __forceinline__ void mma_su(int* c, const uint32_t* a, uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k32.row.col.s32.s8.u8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 // The words of four groups of 32 codes of this lane.
 template <int BITS>
 __device__ __forceinline__ void load_bundle(uint32_t codes, int bundle, uint32_t* w) {
@@ -297,7 +284,7 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
                                    tile_columns + now.tile / num_kv_heads * COLUMNS, now.slot, part_o, part_ml,
                                    [&](int i, int half) { return i * 16 + half * 8 + g; });
     // The slots were written by ordinary stores; the next bulk copies go through another proxy.
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    publish_shared();
     __syncthreads();
   }
   if (start == stop) {

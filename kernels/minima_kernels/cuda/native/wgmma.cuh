@@ -18,8 +18,6 @@ template <int PENDING>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
-// Makes what this thread stored visible to the tensor cores.
-__device__ __forceinline__ void wgmma_publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 #define OUT4(C, d, i) C(d[i]), C(d[i + 1]), C(d[i + 2]), C(d[i + 3])
 #define OUT16(C, d, i) OUT4(C, d, i), OUT4(C, d, i + 4), OUT4(C, d, i + 8), OUT4(C, d, i + 12)
