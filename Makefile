@@ -21,7 +21,7 @@ FRONTEND := sglang==0.5.10.post1
 # A change of any of these installs again: a native extension of older sources must not be used.
 BUILD := pyproject.toml setup.py constraints-cpu.txt $(wildcard kernels/minima_kernels/cpu/native/*)
 
-.PHONY: serve test lint types check asan clean
+.PHONY: serve test lint types check asan emulated clean
 
 serve: $(VENV)/.installed
 	$(BIN)/python -m sglang_minima.launch_server $(ARGS)
@@ -38,6 +38,10 @@ lint: $(VENV)/.installed-dev
 # The native kernels under AddressSanitizer and UndefinedBehaviorSanitizer: a few minutes.
 asan: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m slow tests/kernels_cpu
+
+# The CUDA kernels on a CPU, the machine emulated, all cases: several minutes.
+emulated: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m slow tests/kernels_cuda
 
 types: $(VENV)/.installed-dev
 	$(BIN)/mypy radix/minima_radix kernels/minima_kernels python/sglang_minima

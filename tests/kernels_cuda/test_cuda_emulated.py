@@ -100,7 +100,7 @@ def test_cohort(emulation: Emulation, dim: int) -> None:
     # Three blocks of rows, and one; page counts around the eight that share a tile of means.
     segments = [pages.segment(0, 9, everyone), pages.segment(0, 1, everyone)]
     segments.append(pages.segment(0, 7, range(4)))
-    check(emulation, pages, segments, 20, 8, rows=[0, 3, 15, 16, 19])
+    check(emulation, pages, segments, 20, 8, seeds=1 if dim == 64 else 3, rows=[0, 3, 15, 16, 19])
     assert "cohort_decode_mass" in emulation.launched
 
 
