@@ -72,7 +72,8 @@ def test_extreme_pages(dim: int, case: str) -> None:
     data = format_.encode(k, v, geometry)
     for address, row in zip(segment.addresses, data, strict=True):
         pages.arena[address * 128 : address * 128 + len(row)] = row
-    check(pages, [segment], 8, 4)
+    # Scores of some hundreds: a query's rounding moves them, and so the weights, in proportion.
+    check(pages, [segment], 8, 4, limit=2e-3 if case == "large keys" else None)
 
 
 def test_graph_replay_and_repeat() -> None:

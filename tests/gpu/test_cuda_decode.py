@@ -48,6 +48,7 @@ def check(
     query_bits: int = 15,
     spread: float = 2.0,
     rows: Sequence[int] | None = None,
+    limit: float | None = None,
 ) -> None:
     geometry = pages.geometry
     num_heads = geometry.num_kv_heads * group_size
@@ -59,7 +60,7 @@ def check(
     poison(plan, num_heads)
     q = pages.random(num_rows, num_heads, geometry.head_dim) * spread
     routes = RouteCounters()
-    limit = LIMITS[query_bits]
+    limit = LIMITS[query_bits] if limit is None else limit
     for layer in range(geometry.num_layers):
         result = run_decode(
             plan, q.cuda(), arena, layer, scale, page_mass=layer == 0, routes=routes
