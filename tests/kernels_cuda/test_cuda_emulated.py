@@ -93,23 +93,30 @@ def check(
 SLOW = pytest.mark.slow
 
 
+KERNELS = {"tq3": "cohort_decode_mass", "fp8": "cohort_fp8_mass"}
+
+
+@pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("dim", [64, pytest.param(128, marks=SLOW), pytest.param(256, marks=SLOW)])
-def test_cohort(emulation: Emulation, dim: int) -> None:
-    pages = Pages(KVGeometry(1, 1, dim, 64), ["tq3"])
+def test_cohort(emulation: Emulation, dim: int, name: str) -> None:
+    pages = Pages(KVGeometry(1, 1, dim, 64), [name])
     everyone = list(range(20))
     # Three blocks of rows, and one; page counts around the eight that share a tile of means.
     segments = [pages.segment(0, 9, everyone), pages.segment(0, 1, everyone)]
     segments.append(pages.segment(0, 7, range(4)))
     check(emulation, pages, segments, 20, 8, seeds=1 if dim == 64 else 3, rows=[0, 3, 15, 16, 19])
-    assert "cohort_decode_mass" in emulation.launched
+    assert KERNELS[name] in emulation.launched
 
 
+@pytest.mark.parametrize("name", ["tq(8,8,uncentred)", "fp8"])
 @pytest.mark.parametrize("dim", [pytest.param(128, marks=SLOW), pytest.param(256, marks=SLOW)])
-def test_consumers_that_pages_pass_by(monkeypatch: pytest.MonkeyPatch, dim: int) -> None:
+def test_consumers_that_pages_pass_by(
+    monkeypatch: pytest.MonkeyPatch, dim: int, name: str
+) -> None:
     """Nodes of one page go to one consumer; the other must not take an old tile for a new one."""
     skip_unless_possible()
     emulation = Emulation(monkeypatch, multiprocessors=1)
-    pages = Pages(KVGeometry(1, 1, dim, 64), ["tq(8,8,uncentred)"])
+    pages = Pages(KVGeometry(1, 1, dim, 64), [name])
     segments = [pages.segment(0, n, range(4)) for n in (1, 1, 1, 1, 1, 5, 1, 1, 1, 1, 3)]
     check(emulation, pages, segments, 4, 4, seeds=12)
 

@@ -17,6 +17,7 @@ from minima_kernels.cuda.variants import (
     append_variant,
     cohort_variant,
     decode_variant,
+    has_cohorts,
     mass_variant,
     merge_variant,
     prepare_variant,
@@ -51,7 +52,7 @@ def variants(
             found |= {decode_variant(format_, geometry, count): None for count in bits}
             if format_.appendable:
                 found |= {append_variant(format_, geometry): None}
-            if isinstance(format_, TQ):
+            if has_cohorts(format_):
                 found |= {cohort_variant(format_, geometry, count): None for count in bits}
         found |= dict.fromkeys(_conversions([parse_format(name) for name in formats], geometry))
         found |= {prepare_variant(geometry): None, mass_variant(geometry): None}

@@ -1,4 +1,4 @@
-"""Work lists of the cohort kernel: segments of TQ pages that many rows read. Host only.
+"""Work lists of the cohort kernels: segments of TQ or FP8 pages that many rows read. Host only.
 
 The readers of a segment times the heads of a group are *stacked rows*, 64 to a block of rows. A
 thread block unpacks a page once for two blocks of rows; a last single block has both consumers to
@@ -9,6 +9,7 @@ inside one range is an item and leaves a partial per consumer and row.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,12 +23,22 @@ ROWS = 64
 
 _CONSUMERS = 2
 
-# Measured: from here on unpacking once wins over reading a page once per request.
-_MIN_READERS = 4
-_MIN_STACKED = 16
 
-# Cost of a page for one block of rows; for two it is 2. Unpacking costs the same for both.
-_SINGLE_COST = 1.35
+class CohortRule(NamedTuple):
+    """When segments of a format are cohorts: at least so many readers and stacked rows.
+
+    ``single_cost``: cost of a page for one block of rows where it is 2 for two blocks.
+    """
+
+    min_readers: int
+    min_stacked: int
+    single_cost: float
+
+
+# Measured: from here on unpacking once wins over reading a page once per request.
+TQ_RULE = CohortRule(4, 16, 1.35)
+# Up to eight columns share a read without it.
+FP8_RULE = CohortRule(3, 12, 1.35)
 
 
 class RowBlocks(NamedTuple):
@@ -50,10 +61,19 @@ class CohortItems(NamedTuple):
     item_start: Int32Array  # [thread blocks + 1]
 
 
-def find_cohorts(table: SegmentTable, group_size: int, page_size: int) -> BoolArray:
-    """bool ``[segments]``: which have enough readers, and whole pages only."""
+def find_cohorts(
+    table: SegmentTable, group_size: int, page_size: int, rules: Sequence[CohortRule | None]
+) -> BoolArray:
+    """bool ``[segments]``: which have enough readers, and whole pages only.
+
+    ``rules``: of each kind; none where there is no kernel for it.
+    """
     readers = table.num_readers
-    is_wide = (readers >= _MIN_READERS) & (readers * group_size >= _MIN_STACKED)
+    is_wide = np.zeros(len(readers), dtype=np.bool_)
+    for kind, rule in enumerate(rules):
+        if rule is not None:
+            enough = readers >= max(rule.min_readers, -(-rule.min_stacked // group_size))
+            is_wide |= (table.kind_index == kind) & enough
     return is_wide & (table.last_page_len == page_size)
 
 
@@ -96,6 +116,7 @@ def make_cohort_items(
     num_kv_heads: int,
     num_blocks: int,
     first_slot: int,
+    single_cost: float,
 ) -> CohortItems:
     """Cut segments ``chosen`` into ranges of equal cost; an item takes two slots."""
     num_row_blocks = -(-table.num_readers[chosen] * group_size // ROWS)
@@ -108,7 +129,7 @@ def make_cohort_items(
     left = np.repeat(num_row_blocks, per_segment) - pair * _CONSUMERS
     blocks = np.minimum(left, _CONSUMERS)
     pages = table.num_pages[segment]
-    cost = np.where(blocks == _CONSUMERS, float(_CONSUMERS), _SINGLE_COST)
+    cost = np.where(blocks == _CONSUMERS, float(_CONSUMERS), single_cost)
     page_ends, cost_ends = np.cumsum(pages), np.cumsum(pages * cost)
     total = int(page_ends[-1]) if len(page_ends) else 0
     used = max(1, min(num_blocks, total))

@@ -22,8 +22,10 @@ from minima_kernels.cuda.plan import (
 from minima_kernels.cuda.space import DecodeSpace, SpaceExceeded
 from minima_kernels.cuda.variants import (
     DTYPES,
+    Variant,
     cohort_variant,
     decode_variant,
+    has_cohorts,
     mass_variant,
     merge_variant,
     prepare_variant,
@@ -231,10 +233,10 @@ class CudaDecode:
         """Thread blocks that run at the same time: what the very kernels launched allow."""
         processors = torch.cuda.get_device_properties(self._device).multi_processor_count
         variant = decode_variant(format_, self._geometry, self._query_bits)
-        function = variant.load(_kernel_name(format_, False), self._device)
-        has_cohorts = isinstance(format_, TQ) and work.has_cohorts(kind_index)
+        function = variant.load(_kernel_name(variant, False), self._device)
+        is_shared = has_cohorts(format_) and work.has_cohorts(kind_index)
         return Grid(
-            function.blocks_per_multiprocessor() * processors, processors if has_cohorts else 0
+            function.blocks_per_multiprocessor() * processors, processors if is_shared else 0
         )
 
     def _make_prepare(self, plain_bf16: bool) -> Launch:
@@ -306,18 +308,15 @@ class CudaDecode:
         columns = self._address["mass_columns"]
         arguments: list[Argument] = [None]
         variant = decode_variant(format_, geometry, self._query_bits)
-        kernel = _kernel_name(format_, page_mass)
         if is_cohort:
-            assert isinstance(format_, TQ)
             variant = cohort_variant(format_, geometry, self._query_bits)
-            kernel = "cohort_decode" + "_mass" * page_mass
             name, grid = f"cohort {name}", cut.grids[kind_index].cohort
             columns = self._address["rows"]
             ml = self._part_ml[cut.first_row_partial :]
             partials = [self._part_rows, ml, self._part_unit]
+        if isinstance(format_, TQ):
             arguments += [pages, self._q_bytes, self._plane]
-        elif isinstance(format_, TQ):
-            arguments += [pages, self._q_bytes, self._plane, self._pieces]
+            arguments += [] if is_cohort else [self._pieces]
         else:
             layout = format_.layout(geometry)
             scales = layout.k_scales, layout.v_scales
@@ -336,7 +335,7 @@ class CudaDecode:
             geometry.num_kv_heads,
             int(chained),
         ]
-        function = variant.load(kernel, self._device)
+        function = variant.load(_kernel_name(variant, page_mass), self._device)
         return Launch(function, (grid, 1), arguments, overlaps=True)
 
     def _make_merge(self, cut: Cut) -> Launch:
@@ -371,5 +370,6 @@ class CudaDecode:
         return Launch(function, (-(-mass.numel() // 256), 1), arguments, overlaps=True)
 
 
-def _kernel_name(format_: Format, page_mass: bool) -> str:
-    return ("tq_decode" if isinstance(format_, TQ) else "row_decode") + "_mass" * page_mass
+def _kernel_name(variant: Variant, page_mass: bool) -> str:
+    """An attention kernel has the name of its source."""
+    return variant.source.removesuffix(".cu") + "_mass" * page_mass

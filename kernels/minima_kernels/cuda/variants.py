@@ -46,6 +46,7 @@ _WARPS = 4
 # owns rows and of one that unpacks. Twice both must not exceed four times the 128 a thread starts
 # with, or a block waits for registers for ever.
 _COHORT = {64: (6, 6, 184, 72), 128: (6, 6, 184, 72), 256: (3, 3, 208, 48)}
+_COHORT_FP8 = {64: (6, 6, 184, 72), 128: (6, 6, 184, 72), 256: (3, 2, 208, 48)}
 _COHORT_THREADS = 512
 
 _RETIER_THREADS = 256
@@ -111,20 +112,27 @@ def decode_variant(format_: Format, geometry: KVGeometry, query_bits: int) -> Va
     return Variant("row_decode.cu", tuple(macros.items()), (32 * _WARPS, 1), True)
 
 
+def has_cohorts(format_: Format) -> bool:
+    """Whether there is a kernel for pages of the format that many rows read."""
+    return format_ == FP8 or isinstance(format_, TQ)
+
+
 @cache
-def cohort_variant(format_: TQ, geometry: KVGeometry, query_bits: int) -> Variant:
-    """The attention kernel for TQ pages that many rows read."""
-    k_stages, v_stages, row_registers, feed_registers = _COHORT[geometry.head_dim]
+def cohort_variant(format_: Format, geometry: KVGeometry, query_bits: int) -> Variant:
+    """The attention kernel for pages of a format with ``has_cohorts`` that many rows read."""
+    shape = (_COHORT if isinstance(format_, TQ) else _COHORT_FP8)[geometry.head_dim]
+    names = "K_STAGES", "V_STAGES", "ROW_REGISTERS", "FEED_REGISTERS"
     macros: dict[str, int | str] = {
         "HEAD_DIM": geometry.head_dim,
+        **dict(zip(names, shape, strict=True)),
+    }
+    if not isinstance(format_, TQ):
+        return Variant("cohort_fp8.cu", tuple(macros.items()), (_COHORT_THREADS, 1), True)
+    macros |= {
         "K_BITS": CODE_BITS[format_.k_levels],
         "V_BITS": CODE_BITS[format_.v_levels],
         "Q_BYTES": 1 if query_bits == 8 else 2,
         "CENTRED": int(format_.centred),
-        "K_STAGES": k_stages,
-        "V_STAGES": v_stages,
-        "ROW_REGISTERS": row_registers,
-        "FEED_REGISTERS": feed_registers,
         **_tables("K", format_.k_levels, is_summed=False),
         **_tables("V", format_.v_levels, is_summed=False, is_offset=format_.v_levels < 16),
     }

@@ -9,6 +9,9 @@ import numpy as np
 from minima_kernels.attention.plan import Int64Array
 from minima_kernels.attention.segments import SegmentTable
 from minima_kernels.cuda.cohort_plan import (
+    FP8_RULE,
+    TQ_RULE,
+    CohortRule,
     RowBlocks,
     cohort_partials,
     find_cohorts,
@@ -25,7 +28,8 @@ from minima_kernels.cuda.plan import (
     make_tiles,
     tile_partials,
 )
-from minima_kernels.formats import TQ
+from minima_kernels.cuda.variants import has_cohorts
+from minima_kernels.formats import FP8
 from minima_kernels.geometry import KVGeometry
 from minima_kernels.kinds import PageKind
 
@@ -72,10 +76,13 @@ class Work:
         self.arrays: dict[str, IntArray] = {}
         self._table, self._num_rows, self._group_size = table, num_rows, group_size
         self._geometry = geometry
-        is_tq = [[isinstance(format_, TQ) for format_ in kind.formats] for kind in kinds]
-        is_wide = find_cohorts(table, group_size, geometry.page_size)
-        self._is_cohort: BoolArray = is_wide & np.array([any(x) for x in is_tq])[table.kind_index]
-        is_tiled = ~self._is_cohort | ~np.array([all(x) for x in is_tq])[table.kind_index]
+        self._rules = [_rule(kind) for kind in kinds]
+        self._is_cohort: BoolArray = find_cohorts(
+            table, group_size, geometry.page_size, self._rules
+        )
+        # Layers without such a kernel read a segment of a cohort by tiles.
+        everywhere = [all(has_cohorts(format_) for format_ in kind.formats) for kind in kinds]
+        is_tiled = ~self._is_cohort | ~np.array(everywhere)[table.kind_index]
         self.tiles: Tiles = make_tiles(table, group_size, num_rows, is_tiled, self._is_cohort)
         self.row_blocks: RowBlocks = make_row_blocks(table, self.tiles, self._is_cohort, group_size)
         self._cuts: dict[tuple[tuple[int, Grid], ...], Cut] = {}
@@ -121,7 +128,8 @@ class Work:
         first_row_partial = (num_tile_slots if most is None else most) * COLUMNS
         for kind, grid in grids.items():
             is_chosen = (table.kind_index == kind) & self._is_cohort
-            if not grid.cohort or not is_chosen.any():
+            rule = self._rules[kind]
+            if not grid.cohort or rule is None or not is_chosen.any():
                 continue
             rows = self.row_blocks
             work = make_cohort_items(
@@ -132,6 +140,7 @@ class Work:
                 heads,
                 grid.cohort,
                 num_row_slots,
+                rule.single_cost,
             )
             cohort.append(kind)
             num_row_slots += 2 * len(work.items)
@@ -163,3 +172,11 @@ class Work:
     def used_kinds(self) -> Int64Array:
         """Indices of the kinds that the plan reads."""
         return np.unique(self._table.kind_index)
+
+
+def _rule(kind: PageKind) -> CohortRule | None:
+    """The rule of a kind: of TQ where any layer has such pages, none where no layer has cohorts."""
+    formats = {format_ for format_ in kind.formats if has_cohorts(format_)}
+    if not formats:
+        return None
+    return FP8_RULE if formats == {FP8} else TQ_RULE

@@ -4,6 +4,7 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 #include <vector_functions.h>
 
 #undef __shared__
@@ -100,6 +101,9 @@ inline uint32_t pack_half2(float low, float high) {
   const __half2 h = __floats2half2_rn(low, high);
   return *reinterpret_cast<const uint32_t*>(&h);
 }
+inline uint32_t halves_of_e4m3(uint32_t pair) {
+  return bits_as<uint32_t>(__half2(__nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)pair, __NV_E4M3)));
+}
 inline uint32_t shared_address(const void* p) { return emulator::address_of(p); }
 template <typename T>
 inline T load_shared(uint32_t a) {
@@ -114,6 +118,12 @@ inline float4 load_floats(uint32_t a) { return load_shared<float4>(a); }
 inline uint4 load_here(const uint4* p) { return *p; }
 inline int load_int(const int* p) { return *p; }
 inline void store4(uint32_t a, uint32_t v) { memcpy(emulator::at_address(a), &v, 4); }
+
+inline void store16(uint32_t a, uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
+  if (a % 16) emulator::fail("misaligned store");
+  const uint32_t words[4] = {x, y, z, w};
+  memcpy(emulator::at_address(a), words, 16);
+}
 
 inline void barrier_init(uint32_t a, uint32_t n) {
   *reinterpret_cast<emulator::Barrier*>(emulator::at_address(a)) = {0, (uint8_t)n, (uint8_t)n, 0};

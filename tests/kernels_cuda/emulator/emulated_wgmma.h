@@ -14,6 +14,9 @@ struct Tile {
   const uint8_t* row(int n, int k_byte) const {  // 16 bytes along K
     return dynamic_shared + address + k_byte / 16 * along_k + n / 8 * along_n + n % 8 * 16;
   }
+  const uint8_t* column(int k, int n) const {  // of 16-bit values that lie along N
+    return dynamic_shared + address + k / 8 * along_k + k % 8 * 16 + n / 8 * along_n + n % 8 * 2;
+  }
 };
 
 inline const float* half_values() {
@@ -61,14 +64,19 @@ void multiply(int* d, const Rows& a, const Tile& b) {
         }
       }
 }
-template <int N>
+template <int N, bool TRANSPOSED>
 void multiply(float* d, const Rows& a, const Tile& b) {
   const int j = current->lane & 3;
   const float* value = half_values();
   for (int i = 0; i < N / 8; i++)
     for (int c = 0; c < 2; c++)
       for (int part = 0; part < 2; part++) {
-        const auto* y = reinterpret_cast<const uint16_t*>(b.row(8 * i + 2 * j + c, 16 * part));
+        const int n = 8 * i + 2 * j + c;
+        uint16_t y[8];
+        if constexpr (TRANSPOSED)
+          for (int k = 0; k < 8; k++) memcpy(&y[k], b.column(8 * part + k, n), 2);
+        else
+          memcpy(y, b.row(n, 16 * part), 16);
         for (int r = 0; r < 2; r++) {
           const auto* x = reinterpret_cast<const uint16_t*>(a.bytes[r] + 16 * part);
           float sum = 0.f;
@@ -78,9 +86,9 @@ void multiply(float* d, const Rows& a, const Tile& b) {
       }
 }
 
+// A product that adds to sums `d` of this lane, at once or later.
 template <int N, typename T>
-void issue(T* d, std::function<Rows()> rows, uint64_t b) {
-  auto run = [=] { multiply<N>(d, rows(), Tile(b)); };
+void issue(T* d, std::function<void()> run) {
   if (by_chance() && current->products.empty()) return run();
   auto& list = current->products;
   const bool is_first = std::none_of(list.begin(), list.end(), [&](const Product& p) { return p.sums == d; });
@@ -88,15 +96,27 @@ void issue(T* d, std::function<Rows()> rows, uint64_t b) {
   if (is_first) before.assign(reinterpret_cast<uint8_t*>(d), reinterpret_cast<uint8_t*>(d) + N / 2 * sizeof(T));
   list.push_back({0, d, N / 2 * sizeof(T), before, run});
 }
-template <int N, typename T>
-void issue(T* d, const uint32_t* a, uint64_t b) {
+// Registers are read now, tiles when the product runs.
+inline std::function<Rows()> read_rows(const uint32_t* a) {
   const Rows rows = rows_of_registers(a);
-  issue<N>(d, [=] { return rows; }, b);
+  return [=] { return rows; };
 }
-template <int N, typename T>
-void issue(T* d, uint64_t a, uint64_t b) {
+inline std::function<Rows()> read_rows(uint64_t a) {
   exchange(0, "a product of tiles");
-  issue<N>(d, [=] { return rows_of_tile(Tile(a)); }, b);
+  return [=] { return rows_of_tile(Tile(a)); };
+}
+template <int N, typename A>
+void issue_bytes(int* d, A a, uint64_t b) {
+  const auto rows = read_rows(a);
+  issue<N>(d, [=] { multiply<N>(d, rows(), Tile(b)); });
+}
+template <int N, bool TRANSPOSED, bool ADD, typename A>
+void issue_halves(float* d, A a, uint64_t b) {
+  const auto rows = read_rows(a);
+  issue<N>(d, [=] {
+    if (!ADD) std::fill(d, d + N / 2, 0.f);
+    multiply<N, TRANSPOSED>(d, rows(), Tile(b));
+  });
 }
 
 }  // namespace emulator
@@ -114,15 +134,13 @@ inline void wgmma_wait() {
   emulator::finish_products(*emulator::current, PENDING);
 }
 template <typename A>
-inline void wgmma_s8_n64(int* d, A a, uint64_t b) { emulator::issue<64>(d, a, b); }
+inline void wgmma_s8_n64(int* d, A a, uint64_t b) { emulator::issue_bytes<64>(d, a, b); }
 template <typename A>
-inline void wgmma_s8_n16(int* d, A a, uint64_t b) { emulator::issue<16>(d, a, b); }
-template <int N>
+inline void wgmma_s8_n16(int* d, A a, uint64_t b) { emulator::issue_bytes<16>(d, a, b); }
+template <int N, bool TRANSPOSED = false, bool ADD = true>
 inline void wgmma_f16(float* d, const uint32_t* a, uint64_t b) {
-  if constexpr (N == 64) {
-    emulator::issue<64>(d, a, b);
-  } else {
-    emulator::issue<128>(d, a, b);
-    if constexpr (N == 256) wgmma_f16<128>(d + 64, a, b + 128);
-  }
+  emulator::issue_halves<N == 64 ? 64 : 128, TRANSPOSED, ADD>(d, a, b);
+  if constexpr (N == 256) wgmma_f16<128, TRANSPOSED, ADD>(d + 64, a, b + (TRANSPOSED ? 1024 : 128));
 }
+template <bool ADD>
+inline void wgmma_f16_n64(float* d, uint64_t a, uint64_t b) { emulator::issue_halves<64, false, ADD>(d, a, b); }

@@ -9,14 +9,14 @@
 // tables of unpack.cuh and the codebook steps K_STEP, V_STEP.
 #include <stddef.h>
 
-#include "common.cuh"
+#include "cohort.cuh"
 #include "unpack.cuh"
 #include "wgmma.cuh"
 
 constexpr int K_CODES = PAGE * HEAD_DIM * K_BITS / 8, V_CODES = PAGE * HEAD_DIM * V_BITS / 8;
 constexpr int SCALES = PAGE * 2, MEAN = CENTRED ? 2 * HEAD_DIM : 0;
 constexpr int K_BYTES = K_CODES + SCALES, HEAD_BYTES = K_BYTES + MEAN + V_CODES + SCALES;
-constexpr int CONSUMERS = 2, ROWS = 64, MEAN_PAGES = 8;
+constexpr int MEAN_PAGES = 8;
 constexpr int AHEAD = 6;  // pages on their way to the cache before they are loaded
 constexpr int K_STEPS = HEAD_DIM / 32, GROUPS = HEAD_DIM / 64;
 // Bytes from one core matrix to the next along K.
@@ -28,21 +28,8 @@ constexpr bool HIGH_SHARED = HEAD_DIM == 256, LOW_SHARED = CENTRED || Q_BYTES ==
 constexpr int Q_TILES = HIGH_SHARED + LOW_SHARED;
 constexpr int SHARED =
     K_STAGES * K_TILE + V_STAGES * V_TILE + CONSUMERS * Q_TILES * Q_TILE + (CENTRED ? 2 * MEAN_TILE : 0);
-constexpr int SCALE_ROW = 20, SCALE_SET = 4 * SCALE_ROW;  // rows padded against bank conflicts
 constexpr int MAGIC_BITS = 0x4B400000;                     // integer sums start here: their bits are floats
 constexpr float MAGIC = 12582912.f, Q_MAX = 16256.f;
-constexpr float HEADROOM = 32.f;  // largest V scale in units of the running one; P <= 2^10 * HEADROOM
-
-// Pages [first, last) for one KV head and one or two blocks of rows.
-struct Cohort {
-  int rows;    // first block among the row lists
-  int first, last;
-  int slot;    // of the first consumer; the second has the next one
-  int head;    // KV head
-  int blocks;  // 1 or 2, and the first block's place among those of the readers << 8
-  int entry;   // page entry of the first page and the first reader
-  int stride;  // page entries per page: readers
-};
 
 struct Shared {
   uint64_t k_full[K_STAGES], k_empty[K_STAGES], v_full[V_STAGES], v_empty[V_STAGES], mean_full[2], mean_empty[2];
@@ -56,36 +43,16 @@ struct Shared {
 // What accesses of several words and descriptors take for granted. An odd number of floats in front of
 // `mean_step` is a misaligned address at run time, and in some geometries only.
 static_assert(offsetof(Shared, k_full) % 8 == 0 && alignof(Shared) >= 16, "barriers");
-static_assert(offsetof(Shared, scales) % 16 == 0 && SCALE_ROW % 4 == 0, "load_floats");
+static_assert(offsetof(Shared, scales) % 16 == 0, "load_floats");
 static_assert(offsetof(Shared, mean_step) % 8 == 0 && MEAN_PAGES % 2 == 0, "float2 of mean_scores");
 static_assert(offsetof(Shared, waiting) % 16 == 0 && HEAD_DIM / 16 % 4 == 0, "fetch_mean");
 static_assert(K_TILE % 128 == 0 && V_TILE % 128 == 0 && Q_TILE % 128 == 0 && MEAN_TILE % 128 == 0, "core matrices");
 static_assert(K_STRIDE % 16 == 0 && V_STRIDE % 16 == 0 && MEAN_STRIDE % 16 == 0, "descriptors");
 static_assert(K_CODES % 16 == 0 && K_BYTES % 16 == 0 && MEAN % 16 == 0 && V_CODES % 16 == 0 && HEAD_BYTES % 16 == 0,
               "parts of a head's share of a page");
-static_assert(sizeof(Cohort) == 2 * sizeof(uint4), "load_cohort");
 static_assert(SHARED + (sizeof(Shared) + 1023) / 1024 * 1024 <= 227 * 1024, "shared memory of a block");
 // Within an item a consumer passes by one page of the other one's at a time.
 static_assert(K_STAGES >= 3 && V_STAGES >= 3, "rounds of a ring");
-
-__device__ __forceinline__ Cohort load_cohort(const uint4* items, int index) {
-  const uint4 a = __ldg(items + 2 * index), b = __ldg(items + 2 * index + 1);
-  return {(int)a.x, (int)a.y, (int)a.z, (int)a.w, (int)b.x, (int)b.y, (int)b.z, (int)b.w};
-}
-
-// 1 / x of a power of two.
-__device__ __forceinline__ float invert_power(float x) { return __uint_as_float(0x7F000000u - __float_as_uint(x)); }
-
-// A place in a ring of N stages.
-template <int N>
-struct Ring {
-  int stage = 0;
-  uint32_t phase = 0;
-  __device__ __forceinline__ void advance(int by) {
-    stage += by;
-    if (stage >= N) stage -= N, phase ^= 1;
-  }
-};
 
 // The words of this warp's groups of 32 codes per lane, as many at once as lie side by side.
 template <int BITS>
@@ -230,17 +197,7 @@ __device__ __forceinline__ void feed_keys(const uint8_t* share, const int* pages
         float2 f = unpack_half2(scale);
         scale = load_word(next + scales_at + lane * 4);
         if (warp == 0 && Q_BYTES == 1) f.x *= 128.f, f.y *= 128.f;
-        if (warp == 1) {
-          const float top = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(fmaxf(f.x, f.y))));
-          float unit = shared.running_unit;
-          if (top > HEADROOM * unit || (unit == 0.f && top > 0.f))
-            unit = __uint_as_float(__float_as_uint(top) & 0x7F800000u);
-          const float used = unit > 0.f ? unit : 1.f;
-          const float inverse = invert_power(used);
-          f.x *= inverse, f.y *= inverse;
-          __syncwarp();
-          if (lane == 0) shared.v_unit[ring.stage] = used, shared.running_unit = unit;
-        }
+        if (warp == 1) use_unit(f, &shared.running_unit, &shared.v_unit[ring.stage], lane);
         // Tokens 16 t + 8 h + g with lane = 4 g + t: a consumer reads those of its columns at once.
         float* to = &shared.scales[ring.stage][warp][(lane >> 3) * SCALE_ROW + (lane & 3) * 4 + (lane >> 2 & 1)];
         to[0] = f.x, to[2] = f.y;
@@ -383,7 +340,7 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
     float O[HEAD_DIM / 2];
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; i++) O[i] = 0.f;
-    float m0 = 0.f, m1 = 0.f, l0 = 0.f, l1 = 0.f, v_unit = 1.f;
+    BlockRows run;
     int p = blocks == 2 ? 0 : me;
     Ring<K_STAGES> k_ring{(passed + p) % K_STAGES, (uint32_t)(passed + p) / K_STAGES & 1};
     Ring<V_STAGES> v_ring{(passed + p) % V_STAGES, (uint32_t)(passed + p) / V_STAGES & 1};
@@ -455,9 +412,8 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
     score(k_ring.stage);
     wgmma_wait<0>();
     int v_stage = -1;  // whose product runs
-    bool first = true;
     for (; p < count; p += step) {
-      float shift0 = -m0, shift1 = -m1;
+      float shift0 = -run.m0, shift1 = -run.m1;
       if constexpr (CENTRED) {
         const float* dots = &shared.dots[me][warp * 16 + g][p % MEAN_PAGES];
         shift0 = fmaf(dots[0], scale[0], shift0);
@@ -477,62 +433,18 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
           if (x & 2) x1 = fmaxf(x1, s[u * 8 + x]); else x0 = fmaxf(x0, s[u * 8 + x]);
         }
       }
-      float f0 = 1.f, f1 = 1.f;
-      // The reference of a row moves only when a weight would pass 2^10.
-      const bool moves = __any_sync(~0u, fmaxf(x0, x1) > 10.f || page_unit != v_unit) || first;
-      if (moves) {
-#pragma unroll
-        for (int o = 1; o < 4; o <<= 1) {
-          x0 = fmaxf(x0, __shfl_xor_sync(~0u, x0, o));
-          x1 = fmaxf(x1, __shfl_xor_sync(~0u, x1, o));
-        }
-        const float d0 = first ? x0 - 4.f : fmaxf(x0 - 4.f, 0.f), d1 = first ? x1 - 4.f : fmaxf(x1 - 4.f, 0.f);
-        f0 = first ? 0.f : exp2_fast(-d0), f1 = first ? 0.f : exp2_fast(-d1);
-        m0 += d0, m1 += d1;
-        l0 *= f0, l1 *= f1;
-        const float units = v_unit * invert_power(page_unit);
-        f0 *= units, f1 *= units;
-        v_unit = page_unit;
-#pragma unroll
-        for (int i = 0; i < 32; i++) s[i] -= i & 2 ? d1 : d0;
-        first = false;
-      }
-      float sum0 = 0.f, sum1 = 0.f;
-#pragma unroll
-      for (int u = 0; u < 4; u++) {
-        const float4 v_scale = load_floats(page_scales + SCALE_SET * 4 + u * 16);
-#pragma unroll
-        for (int x = 0; x < 8; x++) {
-          const float e = exp2_fast(s[u * 8 + x]);
-          if (x & 2) sum1 += e; else sum0 += e;
-          s[u * 8 + x] = e * (x & 4 ? (x & 1 ? v_scale.w : v_scale.z) : (x & 1 ? v_scale.y : v_scale.x));
-        }
-      }
-      l0 += sum0, l1 += sum1;
-      if (MASS) {
-#pragma unroll
-        for (int o = 1; o < 4; o <<= 1) {
-          sum0 += __shfl_xor_sync(~0u, sum0, o);
-          sum1 += __shfl_xor_sync(~0u, sum1, o);
-        }
-        if (j == 0) {
-          const Cohort now = load_cohort(items, index);
-          const int row = ((now.blocks >> 8) + block) * ROWS + warp * 16 + g;
-          auto put = [&](int stacked, float value) {
-            const size_t entry = now.entry + p * now.stride + stacked / group;
-            mass[entry * num_heads + now.head * group + stacked % group] = value;
-          };
-          if (scale[0] != 0.f) put(row, log2_fast(sum0) + m0);
-          if (scale[1] != 0.f) put(row + 8, log2_fast(sum1) + m1);
-        }
-      }
+      const Weighed now = weigh(run, s, x0, x1, page_unit, page_scales + SCALE_SET * 4);
+      if (MASS)
+        write_row_mass(mass, load_cohort(items, index), p, block, now.sum0, now.sum1, run, scale, num_heads, group, warp,
+                       lane);
       __syncwarp();
       if (lane == 0) arrive(k_empty + 8 * k_ring.stage, step);
       wgmma_wait<0>();
       if (lane == 0 && v_stage >= 0) arrive(v_empty + 8 * v_stage, step);
-      if (moves) {
+      if (now.moves) {
 #pragma unroll
-        for (int i = 0; i < HEAD_DIM / 8; i++) O[i * 4] *= f0, O[i * 4 + 1] *= f0, O[i * 4 + 2] *= f1, O[i * 4 + 3] *= f1;
+        for (int i = 0; i < HEAD_DIM / 8; i++)
+          O[i * 4] *= now.f0, O[i * 4 + 1] *= now.f0, O[i * 4 + 2] *= now.f1, O[i * 4 + 3] *= now.f1;
       }
       uint32_t P[16];
 #pragma unroll
@@ -559,29 +471,7 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
       if (lane == 0) arrive(shared_address(&shared.mean_empty[0]) + 8 * mean_ring.stage, 1);
       mean_ring.advance(1);
     }
-#pragma unroll
-    for (int o = 1; o < 4; o <<= 1) {
-      l0 += __shfl_xor_sync(~0u, l0, o);
-      l1 += __shfl_xor_sync(~0u, l1, o);
-    }
-    const size_t row = (size_t)(item.slot + me) * ROWS + warp * 16 + g;
-    const float i0 = l0 > 0.f ? __fdividef(1.f, l0) : 0.f, i1 = l1 > 0.f ? __fdividef(1.f, l1) : 0.f;
-#pragma unroll
-    for (int u = 0; u < HEAD_DIM / 32; u++) {  // place 32 u + 8 j + 2 y + e holds channel 32 u + 8 y + 2 j + e
-      uint32_t x[4], y[4];
-#pragma unroll
-      for (int t = 0; t < 4; t++) {
-        const float* o = O + (u * 4 + t) * 4;
-        x[t] = pack_half2(o[0] * i0, o[1] * i0), y[t] = pack_half2(o[2] * i1, o[3] * i1);
-      }
-      part_o[row * (HEAD_DIM / 8) + u * 4 + j] = make_uint4(x[0], x[1], x[2], x[3]);
-      part_o[(row + 8) * (HEAD_DIM / 8) + u * 4 + j] = make_uint4(y[0], y[1], y[2], y[3]);
-    }
-    if (j == 0) {
-      part_ml[row] = make_float2(l0 > 0.f ? m0 : NO_SCORE, l0);
-      part_ml[row + 8] = make_float2(l1 > 0.f ? m1 : NO_SCORE, l1);
-    }
-    if (warp == 0 && lane == 0) part_unit[item.slot + me] = v_unit * V_STEP;
+    write_rows(O, run, item.slot + me, run.v_unit * V_STEP, part_o, part_ml, part_unit, warp, lane);
   }
   if (chained) depend_wait();
 }

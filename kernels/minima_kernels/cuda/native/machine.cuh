@@ -38,6 +38,12 @@ __device__ __forceinline__ uint32_t pack_half2(float low, float high) {
   asm("cvt.rn.f16x2.f32 %0,%1,%2;" : "=r"(d) : "f"(high), "f"(low));
   return d;
 }
+// Two e4m3 values, in the lower half of `pair`, to two 16-bit floats, exactly.
+__device__ __forceinline__ uint32_t halves_of_e4m3(uint32_t pair) {
+  uint32_t d;
+  asm("cvt.rn.f16x2.e4m3x2 %0,%1;" : "=r"(d) : "h"((uint16_t)pair));
+  return d;
+}
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
 __device__ __forceinline__ uint4 load_shared16(uint32_t a) {
   uint4 v;
@@ -101,6 +107,9 @@ __device__ __forceinline__ int load_int(const int* p) {
 }
 __device__ __forceinline__ void store4(uint32_t a, uint32_t v) {
   asm volatile("st.shared.u32 [%0],%1;" ::"r"(a), "r"(v) : "memory");
+}
+__device__ __forceinline__ void store16(uint32_t a, uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
+  asm volatile("st.shared.v4.u32 [%0],{%1,%2,%3,%4};" ::"r"(a), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
 __device__ __forceinline__ float4 load_floats(uint32_t a) {
   float4 v;

@@ -51,13 +51,6 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   asm("cvt.rn.bf16x2.f32 %0,%1,%2;" : "=r"(d) : "f"(high), "f"(low));
   return d;
 }
-// Two e4m3 values to two 16-bit floats, exactly.
-__device__ __forceinline__ uint32_t widen(uint32_t pair) {
-  uint32_t d;
-  asm("cvt.rn.f16x2.e4m3x2 %0,%1;" : "=r"(d) : "h"((uint16_t)pair));
-  return d;
-}
-
 // Where piece `c` of token `t` of a tile lies. FP8: keys are read by pairs of neighbouring tokens, four
 // pieces each, values by four even or odd tokens, two pieces each. 16 bits: eight tokens, one piece.
 __device__ __forceinline__ uint32_t place(int t, int c) {
@@ -162,7 +155,7 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, int v_
           const uint32_t a[4] = {x.x, x.y, x.z, x.w}, b[4] = {y.x, y.y, y.z, y.w};
 #pragma unroll
           for (int u = 0; u < 4; u++) {
-            const uint32_t k[4] = {widen(a[u]), widen(b[u]), widen(a[u] >> 16), widen(b[u] >> 16)};
+            const uint32_t k[4] = {halves_of_e4m3(a[u]), halves_of_e4m3(b[u]), halves_of_e4m3(a[u] >> 16), halves_of_e4m3(b[u] >> 16)};
             const uint4 f = query(4 * i + u);
             mma(s, k, f.x, f.y);
             mma(low, k, f.z, f.w);
@@ -247,7 +240,7 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, int v_
             for (int pair = 0; pair < 2; pair++) {
               const uint32_t pick = pair ? 0x7362 : 0x5140;  // channels 2 * pair and 2 * pair + 1 of two tokens
               const uint32_t x = prmt(w[0][u], w[1][u], pick), y = prmt(w[2][u], w[3][u], pick);
-              const uint32_t v[4] = {widen(x), widen(x >> 16), widen(y), widen(y >> 16)};
+              const uint32_t v[4] = {halves_of_e4m3(x), halves_of_e4m3(x >> 16), halves_of_e4m3(y), halves_of_e4m3(y >> 16)};
               mma(O[(set * WORDS + u) * 2 + pair], v, p0, p1);
             }
         }

@@ -52,20 +52,27 @@ __device__ __forceinline__ void wgmma_s8_n16(int* d, uint64_t a, uint64_t b) {
                : OUT4(INT_, d, 0), OUT4(INT_, d, 4)
                : "l"(a), "l"(b));
 }
-// float [64 x N] += half A * half B, 16 deep.
-template <int N>
+// float [64 x N] += half A * half B, 16 deep. TRANSPOSED: a core matrix of B is 8 values along K, each with 16 bytes
+// along N. Without ADD the sums begin here.
+template <int N, bool TRANSPOSED = false, bool ADD = true>
 __device__ __forceinline__ void wgmma_f16(float* d, const uint32_t* a, uint64_t b) {
   if constexpr (N == 64) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" D0_31 "},{%32,%33,%34,%35},%36,1,1,1,0;"
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" D0_31 "},{%32,%33,%34,%35},%36,%37,1,1,%38;"
                  : OUT16(FLOAT_, d, 0), OUT16(FLOAT_, d, 16)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(ADD), "n"(TRANSPOSED));
   } else {
     asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {" D0_31 "," D32_63
-                 "},{%64,%65,%66,%67},%68,1,1,1,0;"
+                 "},{%64,%65,%66,%67},%68,%69,1,1,%70;"
                  : OUT16(FLOAT_, d, 0), OUT16(FLOAT_, d, 16), OUT16(FLOAT_, d, 32), OUT16(FLOAT_, d, 48)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(ADD), "n"(TRANSPOSED));
     // 256 accumulators at once would need more registers than a thread has before it gets more.
-    if constexpr (N == 256) wgmma_f16<128>(d + 64, a, b + 128);
+    if constexpr (N == 256) wgmma_f16<128, TRANSPOSED, ADD>(d + 64, a, b + (TRANSPOSED ? 1024 : 128));
   }
+}
+template <bool ADD>
+__device__ __forceinline__ void wgmma_f16_n64(float* d, uint64_t a, uint64_t b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" D0_31 "},%32,%33,%34,1,1,0,0;"
+               : OUT16(FLOAT_, d, 0), OUT16(FLOAT_, d, 16)
+               : "l"(a), "l"(b), "n"(ADD));
 }
 #endif
