@@ -48,8 +48,11 @@ def check(
     query_bits: int = 15,
     spread: float = 2.0,
     rows: Sequence[int] | None = None,
+    dtype: torch.dtype = torch.float32,
     limit: float | None = None,
 ) -> None:
+    """``dtype``: to which queries are rounded; they are given, and outputs taken, as float32.
+    ``limit``: of errors; by default that of ``query_bits``."""
     geometry = pages.geometry
     num_heads = geometry.num_kv_heads * group_size
     scale = geometry.head_dim**-0.5
@@ -58,9 +61,9 @@ def check(
         segments, num_rows, pages.kinds, geometry, arena.device, query_bits=query_bits
     )
     poison(plan, num_heads)
-    q = pages.random(num_rows, num_heads, geometry.head_dim) * spread
+    q = (pages.random(num_rows, num_heads, geometry.head_dim) * spread).to(dtype).float()
     routes = RouteCounters()
-    limit = LIMITS[query_bits] if limit is None else limit
+    limit = limit or LIMITS[query_bits]
     for layer in range(geometry.num_layers):
         result = run_decode(
             plan, q.cuda(), arena, layer, scale, page_mass=layer == 0, routes=routes

@@ -20,7 +20,6 @@ from minima_kernels.cuda.variants import (
     prepare_variant,
     retier_variant,
 )
-from minima_kernels.formats import TQ
 
 
 class Limit(NamedTuple):
@@ -33,9 +32,7 @@ def decode(name: str, dim: int, query_bits: int = 15) -> Variant:
 
 
 def cohort(name: str, dim: int, query_bits: int = 15) -> Variant:
-    format_ = parse_format(name)
-    assert isinstance(format_, TQ)
-    return cohort_variant(format_, KVGeometry(1, 1, dim, 64), query_bits)
+    return cohort_variant(parse_format(name), KVGeometry(1, 1, dim, 64), query_bits)
 
 
 def conversion(source: str, destination: str, dim: int, kernel: str = "retier") -> Variant:
@@ -56,6 +53,8 @@ LIMITS = {
     cohort("tq3", 256): Limit(128, 340),
     cohort("tq3", 256, 8): Limit(128, 180),
     cohort("tq(16,4)", 64): Limit(128, 0),
+    cohort("fp8", 128): Limit(128, 0),
+    cohort("fp8", 256): Limit(128, 440),
     # 256 threads: 3 blocks get 80 registers each, 2 get 128.
     conversion("fp8", "tq3", 128): Limit(80, 0),
     conversion("bf16", "tq3", 256): Limit(128, 40),

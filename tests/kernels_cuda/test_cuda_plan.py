@@ -15,7 +15,8 @@ from kernel_pages import Pages, relative_error
 
 from minima_kernels import KVGeometry, PageKind, Segment
 from minima_kernels.attention.segments import SegmentTable, check_segments
-from minima_kernels.cuda.cohort_plan import ROWS
+from minima_kernels.cuda import work as work_module
+from minima_kernels.cuda.cohort_plan import FP8_RULE, ROWS, TQ_RULE, CohortRule, find_cohorts
 from minima_kernels.cuda.plan import (
     COLUMNS,
     Int32Array,
@@ -171,6 +172,12 @@ def execute(
     return out.view(q.shape), lse, mass
 
 
+@pytest.fixture(autouse=True)
+def short_cohorts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments of a few pages are cohorts of FP8, too."""
+    monkeypatch.setattr(work_module, "FP8_RULE", FP8_RULE._replace(min_saved=0))
+
+
 @pytest.mark.parametrize("group_size", [1, 2, 3, 4, 6, 8, 12, 16])
 @pytest.mark.parametrize("blocks", [(1, 1, 1), (7, 3, 5), (500, 40, 132)])
 def test_lists_give_dense_attention(group_size: int, blocks: tuple[int, int, int]) -> None:
@@ -183,10 +190,11 @@ def test_lists_give_dense_attention(group_size: int, blocks: tuple[int, int, int
         pages.segment(1, 2, [0], last_page_len=17),
         pages.segment(1, 1, [4], last_page_len=1),
         pages.segment(1, 3, [9, 2]),
+        pages.segment(1, 4, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]),
     ]
     table = check_segments(segments, 11, pages.kinds, GEOMETRY)
     q = pages.random(11, 2 * group_size, 64)
-    grids = [Grid(blocks[0], blocks[2]), Grid(blocks[1], 0)]
+    grids = [Grid(blocks[0], blocks[2]), Grid(blocks[1], blocks[2])]
     out, lse, mass = execute(pages, table, q, 0.125, grids)
     for row in range(10):
         expected, expected_lse = pages.reference(segments, row, q[row : row + 1], 0, 0.125)
@@ -214,7 +222,7 @@ def test_every_page_is_read_once_by_every_reader(
         chosen = np.sort(generator.choice(8, readers, replace=False))
         segments.append(Segment(np.arange(page, page + pages), 0, 64, chosen))
         page += pages
-    kinds = Pages(GEOMETRY, ["fp8"]).kinds
+    kinds = Pages(GEOMETRY, ["bf16"]).kinds
     table = check_segments(segments, 8, kinds, GEOMETRY)
     lists = plan(table, 8, group_size, kinds, [Grid(num_blocks, 0)])
     items, arrays = lists.items[0], lists.arrays
@@ -275,6 +283,29 @@ def test_cohorts_read_every_page_once_at_equal_cost(
     per_block[np.diff(start) == 0] = 0
     used = min(num_blocks, int((items[:, 2] - items[:, 1]).sum()))
     assert per_block.max() <= cost.sum() / used + 2
+
+
+@pytest.mark.parametrize("rule", [TQ_RULE, FP8_RULE])
+@pytest.mark.parametrize("group_size", [1, 4, 6, 16])
+@pytest.mark.parametrize("readers", [1, 2, 3, 4, 9, 40])
+def test_the_shortest_cohort(readers: int, group_size: int, rule: CohortRule) -> None:
+    kinds = Pages(GEOMETRY, ["bf16", "fp8"]).kinds
+
+    def is_cohort(pages: int, last_page_len: int = 64) -> bool:
+        segments = [Segment([0] * pages, 1, last_page_len, range(readers))]
+        table = check_segments(segments, readers, kinds, GEOMETRY)
+        found = find_cohorts(table, group_size, GEOMETRY, [None, rule])
+        assert not find_cohorts(table, group_size, GEOMETRY, [rule, None]).any()
+        return bool(found[0])
+
+    least = rule.least_pages(readers, group_size, GEOMETRY.num_kv_heads)
+    if readers * group_size <= COLUMNS:
+        assert least is None
+    if least is None:
+        assert not is_cohort(5000)
+    else:
+        assert is_cohort(least) and not is_cohort(least, 63)
+        assert least == 1 or not is_cohort(least - 1)
 
 
 def test_packed_arrays_start_at_16_bytes() -> None:

@@ -16,7 +16,16 @@ import numpy as np
 
 from minima_kernels.attention.plan import Int64Array
 from minima_kernels.attention.segments import SegmentTable, concatenate, offsets
-from minima_kernels.cuda.plan import COLUMNS, BoolArray, Int32Array, Partials, Tiles
+from minima_kernels.cuda.plan import (
+    COLUMNS,
+    BoolArray,
+    Int32Array,
+    Partials,
+    Tiles,
+    head_blocks,
+    rows_per_tile,
+)
+from minima_kernels.geometry import KVGeometry
 
 ROWS = 64
 """Stacked rows of a block, and of a partial's slot."""
@@ -25,20 +34,35 @@ _CONSUMERS = 2
 
 
 class CohortRule(NamedTuple):
-    """When segments of a format are cohorts: at least so many readers and stacked rows.
+    """When segments of a kind are cohorts: at least so many readers and stacked rows.
 
-    ``single_cost``: cost of a page for one block of rows where it is 2 for two blocks.
+    ``min_saved``: reads of a page by a tile, one KV head each, that the cohorts of a kind save
+    together, at least: fewer are not worth a kernel of their own. ``single_cost``: cost of a page
+    for one block of rows where it is 2 for two blocks.
     """
 
     min_readers: int
-    min_stacked: int
+    min_stacked: int  # more than a tile's columns
+    min_saved: int
     single_cost: float
+
+    def is_wide(self, num_readers: Int64Array, group_size: int) -> BoolArray:
+        """bool ``[segments]``: which have enough readers."""
+        enough = num_readers >= max(self.min_readers, -(-self.min_stacked // group_size))
+        return np.asarray(enough)
+
+    def least_pages(self, num_readers: int, group_size: int, num_kv_heads: int) -> int | None:
+        """Pages of the shortest segment that is a cohort by itself; none is with few readers."""
+        if not self.is_wide(np.array([num_readers]), group_size).any():
+            return None
+        saved = int(_tile_reads(np.array([num_readers]), group_size)[0] - 1) * num_kv_heads
+        return max(1, -(-self.min_saved // saved))
 
 
 # Measured: from here on unpacking once wins over reading a page once per request.
-TQ_RULE = CohortRule(4, 16, 1.35)
-# Up to eight columns share a read without it.
-FP8_RULE = CohortRule(3, 12, 1.35)
+TQ_RULE = CohortRule(min_readers=4, min_stacked=16, min_saved=0, single_cost=1.35)
+# Readers that share a tile of eight columns read once without it.
+FP8_RULE = CohortRule(min_readers=2, min_stacked=COLUMNS + 1, min_saved=1024, single_cost=1.35)
 
 
 class RowBlocks(NamedTuple):
@@ -62,19 +86,30 @@ class CohortItems(NamedTuple):
 
 
 def find_cohorts(
-    table: SegmentTable, group_size: int, page_size: int, rules: Sequence[CohortRule | None]
+    table: SegmentTable,
+    group_size: int,
+    geometry: KVGeometry,
+    rules: Sequence[CohortRule | None],
 ) -> BoolArray:
     """bool ``[segments]``: which have enough readers, and whole pages only.
 
     ``rules``: of each kind; none where there is no kernel for it.
     """
-    readers = table.num_readers
-    is_wide = np.zeros(len(readers), dtype=np.bool_)
+    found = np.zeros(len(table.kind_index), dtype=np.bool_)
+    is_whole = table.last_page_len == geometry.page_size
+    saved = (_tile_reads(table.num_readers, group_size) - 1) * table.num_pages
     for kind, rule in enumerate(rules):
-        if rule is not None:
-            enough = readers >= max(rule.min_readers, -(-rule.min_stacked // group_size))
-            is_wide |= (table.kind_index == kind) & enough
-    return is_wide & (table.last_page_len == page_size)
+        if rule is None:
+            continue
+        chosen = is_whole & (table.kind_index == kind) & rule.is_wide(table.num_readers, group_size)
+        if saved[chosen].sum() * geometry.num_kv_heads >= rule.min_saved:
+            found |= chosen
+    return found
+
+
+def _tile_reads(num_readers: Int64Array, group_size: int) -> Int64Array:
+    """How often tiles read a page for so many readers."""
+    return -(-num_readers // rows_per_tile(group_size)) * head_blocks(group_size)
 
 
 def make_row_blocks(

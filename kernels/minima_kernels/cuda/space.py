@@ -58,7 +58,7 @@ class DecodeLimits:
         group_size = num_heads // geometry.num_kv_heads
         blocks = head_blocks(group_size)
         row_blocks = _TILES_PER_ROW * -(-rows * group_size // ROWS) + rows
-        row_slots = 2 * (2 * row_blocks * geometry.num_kv_heads + _MAX_BLOCKS // 8)
+        row_slots = 2 * (2 * row_blocks * geometry.num_kv_heads + num_kinds * _MAX_BLOCKS // 8)
         items = _READS_PER_ROW * rows * blocks * geometry.num_kv_heads + num_kinds * _MAX_BLOCKS
         return cls(
             rows,
@@ -186,14 +186,14 @@ class DecodeSpace:
         return self._staging[0]
 
 
-# Lists that a plan can have: of items one per kind and cut.
+# Lists that a plan can have: of items two per kind and cut.
 _LIST_COUNTS = {
     _PAGES: 1,
     "prepare_columns": 1,
     "mass_columns": 1,
     "rows": 1,
-    "items": 8,
-    "item_start": 8,
+    "items": 12,
+    "item_start": 12,
     "unit_start": 3,
     "unit_partials": 3,
 }

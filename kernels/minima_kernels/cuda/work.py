@@ -76,10 +76,8 @@ class Work:
         self.arrays: dict[str, IntArray] = {}
         self._table, self._num_rows, self._group_size = table, num_rows, group_size
         self._geometry = geometry
-        self._rules = [_rule(kind) for kind in kinds]
-        self._is_cohort: BoolArray = find_cohorts(
-            table, group_size, geometry.page_size, self._rules
-        )
+        self._rules = [cohort_rule(kind) for kind in kinds]
+        self._is_cohort: BoolArray = find_cohorts(table, group_size, geometry, self._rules)
         # Layers without such a kernel read a segment of a cohort by tiles.
         everywhere = [all(has_cohorts(format_) for format_ in kind.formats) for kind in kinds]
         is_tiled = ~self._is_cohort | ~np.array(everywhere)[table.kind_index]
@@ -174,8 +172,8 @@ class Work:
         return np.unique(self._table.kind_index)
 
 
-def _rule(kind: PageKind) -> CohortRule | None:
-    """The rule of a kind: of TQ where any layer has such pages, none where no layer has cohorts."""
+def cohort_rule(kind: PageKind) -> CohortRule | None:
+    """When segments of a kind are cohorts; none where no layer has a kernel for them."""
     formats = {format_ for format_ in kind.formats if has_cohorts(format_)}
     if not formats:
         return None

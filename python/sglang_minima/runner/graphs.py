@@ -8,7 +8,8 @@ and is counted with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 
 from minima_kernels import Segment, plan_decode
 from minima_kernels.cuda.space import DecodeLimits, DecodeSpace
+from minima_kernels.cuda.work import cohort_rule
 from minima_kernels.routes import ROUTES
 from sglang_minima.cache.arena import KVArena
 from sglang_minima.runner.batch import DecodeMemory, ForwardBatch
@@ -81,13 +83,15 @@ class DecodeGraphs:
     @torch.inference_mode()
     def capture(self) -> None:
         """Captures steps of every bucket: of Recent pages alone, and with Stale pages that rows
-        read alone, together, or both."""
+        read alone, together, or both; each without and with Recent pages that rows read together
+        in a cohort, where there are such."""
         pool = torch.cuda.graph_pool_handle()
         stale = len(self._arena.profile.kinds) - 1
         # The largest first: its memory serves the others.
         for num_rows in reversed(self.memory.buckets):
-            for alone, together in ((1, 1), (0, 1), (1, 0), (0, 0)):
-                batch = self._empty_batch(num_rows, alone * stale, together * stale)
+            for alone, *together in product((True, False), repeat=3):
+                shared = [k for k, chosen in zip((stale, 0), together, strict=True) if chosen]
+                batch = self._empty_batch(num_rows, alone * stale, shared)
                 signature = self._signature(batch)
                 if signature is None or signature in self._graphs:
                     continue
@@ -128,21 +132,26 @@ class DecodeGraphs:
         assert batch.decode_plan is not None
         return batch.decode_plan.cuda(self._num_heads).signature
 
-    def _empty_batch(self, num_rows: int, alone: int, together: int) -> ForwardBatch:
-        """Rows that read the first page of the arena, and write nowhere: as a Recent page each,
-        and where the kind index is not 0 as one that each has alone or that all share."""
+    def _empty_batch(self, num_rows: int, alone: int, shared: Sequence[int]) -> ForwardBatch:
+        """Rows that read the first page of the arena, and write nowhere: each as a Recent page and
+        as one of kind `alone`, and all together as pages of the kinds `shared`."""
         geometry, device = self._arena.geometry, self._arena.buffer.device
+        all_kinds = self._arena.profile.kinds
         values = np.zeros((4, num_rows), dtype=np.int64)
         values[2] = -1
         size, rows = geometry.page_size, range(num_rows)
         kinds = (0, alone) if alone else (0,)
         segments = [Segment([0], kind, size, [row]) for row in rows for kind in kinds]
-        if together:
-            segments.append(Segment([0], together, size, rows))
+        group_size = self._num_heads // geometry.num_kv_heads
+        for kind in shared:
+            rule = cohort_rule(all_kinds[kind])
+            pages = rule and rule.least_pages(num_rows, group_size, geometry.num_kv_heads)
+            if pages:
+                segments.append(Segment([0] * pages, kind, size, rows))
         plan = plan_decode(
             segments,
             num_rows,
-            self._arena.profile.kinds,
+            all_kinds,
             geometry,
             device,
             space=self.memory.space,

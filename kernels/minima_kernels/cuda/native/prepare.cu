@@ -1,5 +1,5 @@
 // Query fragments of a decode step: one block per tile of eight columns and KV head, one warp per column.
-// A column is scaled to a largest magnitude of one; what it was, with the factor on the scores and
+// A column is scaled to a largest magnitude of one or a little less; what it was, with the factor on the scores and
 // log2(e), is kept apart. Written are, as operands of the products that read them,
 //   bytes:  15-bit integers as high * 128 + low, in the order of m16n8k32 operands; high alone is an 8-bit one
 //   halves: the sum of two 16-bit floats, in the order of 16-byte pieces of FP8 rows (also of key means)
@@ -48,6 +48,8 @@ extern "C" __global__ void __launch_bounds__(256)
 #pragma unroll
   for (int o = 16; o; o >>= 1) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, o));
   largest = fmaxf(largest, 1e-20f);
+  // Where no integers are made, a power of two: a 16-bit query is then its high half, exactly.
+  if (!q_bytes) largest = __uint_as_float((__float_as_uint(largest) + 0x7FFFFFu) & 0x7F800000u);
   if (lane == 0) q_scale[tile * COLUMNS + n] = largest * scale_log2;
 #pragma unroll
   for (int e = 0; e < OWN; e++) v[e] /= largest;
