@@ -13,6 +13,7 @@ from pathlib import Path
 
 from minima_kernels.cuda.order import HEAD_DIMS, PAGE_SIZE
 from minima_kernels.cuda.variants import (
+    MERGE_SPLITS,
     Variant,
     append_variant,
     cohort_variant,
@@ -56,7 +57,7 @@ def variants(
                 found |= {cohort_variant(format_, geometry, count): None for count in bits}
         found |= dict.fromkeys(_conversions([parse_format(name) for name in formats], geometry))
         found |= {prepare_variant(geometry): None, mass_variant(geometry): None}
-        found |= {merge_variant(geometry, split): None for split in (1, 4)}
+        found |= {merge_variant(geometry, split): None for split in MERGE_SPLITS}
     return list(found)
 
 

@@ -22,6 +22,8 @@ from minima_kernels.cuda.plan import (
 from minima_kernels.cuda.space import DecodeSpace, SpaceExceeded
 from minima_kernels.cuda.variants import (
     DTYPES,
+    MERGE_SPLITS,
+    WARPS,
     Variant,
     cohort_variant,
     decode_variant,
@@ -40,7 +42,6 @@ _LOG2_E = 1.4426950408889634
 
 # Up to this many (row, head) pairs the merge shares out the partials of each among more threads.
 _FEW_HEADS = 400
-_SPLIT = 4
 
 # Arguments that change from run to run, by place.
 _PREPARE_Q, _PREPARE_DTYPE, _PREPARE_SCALE, _PREPARE_ROTATE, _PREPARE_SIGNS = 0, 1, 5, 6, 7
@@ -236,7 +237,10 @@ class CudaDecode:
         function = variant.load(_kernel_name(variant, False), self._device)
         is_shared = has_cohorts(format_) and work.has_cohorts(kind_index)
         return Grid(
-            function.blocks_per_multiprocessor() * processors, processors if is_shared else 0
+            function.blocks_per_multiprocessor() * processors,
+            processors if is_shared else 0,
+            # Over TQ pages each warp of a block takes a page, over rows a quarter of each.
+            WARPS if isinstance(format_, TQ) else 1,
         )
 
     def _make_prepare(self, plain_bf16: bool) -> Launch:
@@ -340,7 +344,7 @@ class CudaDecode:
 
     def _make_merge(self, cut: Cut) -> Launch:
         units = self._num_rows * self._num_heads
-        split = _SPLIT if units <= _FEW_HEADS else 1
+        split = MERGE_SPLITS[units <= _FEW_HEADS]
         function = merge_variant(self._geometry, split).load("merge", self._device)
         arguments: list[Argument] = [
             self._part_o,

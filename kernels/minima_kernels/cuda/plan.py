@@ -25,9 +25,6 @@ BoolArray = npt.NDArray[np.bool_]
 COLUMNS = 8
 """Query columns of a tile."""
 
-# A block has this many warps, each on a page of its own: fewer pages than that are not split.
-_WARPS = 4
-
 
 class Tiles(NamedTuple):
     """Tiles of query columns, and which of them read a segment.
@@ -169,8 +166,12 @@ def make_items(
     num_blocks: int,
     first_slot: int,
     page_size: int,
+    least_pages: int,
 ) -> Items:
-    """Cut the reads ``chosen`` (indices into the reads of ``tiles``) into equal ranges of pages."""
+    """Cut the reads ``chosen`` (indices into the reads of ``tiles``) into equal ranges of pages.
+
+    ``least_pages``: what a thread block reads at once; with fewer some of its warps would idle.
+    """
     heads = np.arange(num_kv_heads)
     # Tiles of one segment and head are neighbours: what one reads is in the cache for the next.
     segment = np.repeat(tiles.segment[chosen], num_kv_heads)
@@ -182,7 +183,7 @@ def make_items(
     pages = table.num_pages[segment]
     ends = np.cumsum(pages)
     total = int(ends[-1]) if len(ends) else 0
-    used = max(1, min(num_blocks, -(-total // _WARPS)))
+    used = max(1, min(num_blocks, -(-total // least_pages)))
     cuts = total * np.arange(1, used) // used
     bounds = np.unique(np.concatenate(([0], ends, cuts))).astype(np.int64)
     begin, end = bounds[:-1], bounds[1:]

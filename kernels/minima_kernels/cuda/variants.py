@@ -40,7 +40,8 @@ _ROW_STAGES = {
     (64, 1): 4, (128, 1): 3, (256, 1): 2,
     (64, 2): 3, (128, 2): 2, (256, 2): 2,
 }  # fmt: skip
-_WARPS = 4
+WARPS = 4
+"""Warps of a thread block of the decode kernels."""
 
 # Cohort kernels by head dim: stages of the K ring and of the V ring, and registers of a thread that
 # owns rows and of one that unpacks. Twice both must not exceed four times the 128 a thread starts
@@ -50,6 +51,9 @@ _COHORT_FP8 = {64: (6, 6, 184, 72), 128: (6, 6, 184, 72), 256: (3, 2, 208, 48)}
 _COHORT_THREADS = 512
 
 _RETIER_THREADS = 256
+
+MERGE_SPLITS = 4, 16
+"""Groups of threads of a merge: where there are many heads to merge, and where there are few."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,7 @@ def unsupported(formats: Iterable[Format], geometry: KVGeometry) -> str:
 def decode_variant(format_: Format, geometry: KVGeometry, query_bits: int) -> Variant:
     """The attention kernel for pages of a format."""
     dim = geometry.head_dim
-    macros: dict[str, int | str] = {"HEAD_DIM": dim, "WARPS": _WARPS}
+    macros: dict[str, int | str] = {"HEAD_DIM": dim, "WARPS": WARPS}
     if isinstance(format_, TQ):
         macros |= {
             "K_BITS": CODE_BITS[format_.k_levels],
@@ -102,14 +106,14 @@ def decode_variant(format_: Format, geometry: KVGeometry, query_bits: int) -> Va
             **_tables("K", format_.k_levels),
             **_tables("V", format_.v_levels),
         }
-        return Variant("tq_decode.cu", tuple(macros.items()), (32 * _WARPS, 1), True)
+        return Variant("tq_decode.cu", tuple(macros.items()), (32 * WARPS, 1), True)
     element = 1 if format_ == FP8 else 2
     macros |= {
         "FORMAT": _ROW_FORMATS[format_],
         "STAGES": _ROW_STAGES[dim, element],
         "MIN_BLOCKS": _ROW_BLOCKS[dim, element],
     }
-    return Variant("row_decode.cu", tuple(macros.items()), (32 * _WARPS, 1), True)
+    return Variant("row_decode.cu", tuple(macros.items()), (32 * WARPS, 1), True)
 
 
 def has_cohorts(format_: Format) -> bool:
@@ -174,14 +178,14 @@ def append_variant(format_: Format, geometry: KVGeometry) -> Variant:
 
 
 def merge_variant(geometry: KVGeometry, split: int) -> Variant:
-    """The kernel that merges partials; ``split`` threads share out those of a channel."""
+    """The kernel that merges partials; ``split`` groups of threads share out those of a head."""
     macros = (("HEAD_DIM", geometry.head_dim), ("SPLIT", split))
-    return Variant("merge.cu", macros, (geometry.head_dim, split), False)
+    return Variant("merge.cu", macros, (geometry.head_dim // 4 * split, 1), False)
 
 
 def mass_variant(geometry: KVGeometry) -> Variant:
     """The kernel that turns page sums into shares, in the cubin of the merge."""
-    macros = (("HEAD_DIM", geometry.head_dim), ("SPLIT", 1))
+    macros = (("HEAD_DIM", geometry.head_dim), ("SPLIT", min(MERGE_SPLITS)))
     return Variant("merge.cu", macros, (256, 1), False)
 
 

@@ -36,10 +36,11 @@ from minima_kernels.kinds import PageKind
 
 class Grid(NamedTuple):
     """Thread blocks of the kernels over pages of one kind; no ``cohort`` where there is no such
-    kernel for the format."""
+    kernel for the format. ``least_pages``: pages that a block of ``tiled`` reads at once."""
 
     tiled: int
     cohort: int
+    least_pages: int = 1
 
 
 class Cut(NamedTuple):
@@ -117,6 +118,7 @@ class Work:
                 grid.tiled,
                 num_tile_slots,
                 self._geometry.page_size,
+                grid.least_pages,
             )
             tiled.append(kind)
             num_tile_slots += len(items.items)

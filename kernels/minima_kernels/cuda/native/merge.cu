@@ -3,56 +3,68 @@
 // and turns the result back where the queries were not given rotated. Partials below `num_floats` are sums in
 // 32 bits; those from there on are cohort rows, divided by their l and by the unit of their 64 rows, in 16 bits
 // and the order that cohort_decode.cu writes. unit = row * query heads + head.
-// Macros: HEAD_DIM, SPLIT (threads that share out the partials of one channel).
+// Macros: HEAD_DIM, SPLIT (groups of threads that share out the partials of a row and head).
 #include <cuda_bf16.h>
 
 #include "common.cuh"
 
-extern "C" __global__ void __launch_bounds__(HEAD_DIM * SPLIT)
+constexpr int LANES = HEAD_DIM / 4, THREADS = LANES * SPLIT;  // four channels of a partial at once
+static_assert(THREADS >= HEAD_DIM && SPLIT <= 32, "a thread per channel in the end");
+
+extern "C" __global__ void __launch_bounds__(THREADS)
     merge(const float* part_o, const __half* part_rows, const float* part_unit, const float2* part_ml, int num_floats,
           const int* unit_start, const int* unit_partials, int rotate, const float* signs, void* out, int dtype,
           float* lse) {
-  __shared__ float x[SPLIT][HEAD_DIM];
-  const int unit = blockIdx.x, d = threadIdx.x, y = threadIdx.y, lane = d & 31;
+  __shared__ float sums[SPLIT][HEAD_DIM];
+  const int unit = blockIdx.x, d = threadIdx.x, y = d / LANES, c = d % LANES, lane = d & 31;
+  // A cohort's places 4 c to 4 c + 3 hold this channel, the next one, and both plus 8.
+  const int channel = (c >> 3) * 32 + (c & 1) * 16 + (c >> 1 & 3) * 2;
+  // Lists were written before the kernels that this one may overlap began.
   const int start = unit_start[unit], stop = unit_start[unit + 1];
-  const int place = (d & ~31) + (d >> 1 & 3) * 8 + (d >> 3 & 3) * 2 + (d & 1);
+  int partial = start + lane < stop ? unit_partials[start + lane] : -1;
   depend_wait();
   depend_go();
   // Every warp works out the weights for itself, a partial per lane.
-  float M = NO_SCORE, L = 0.f, o = 0.f;
-  for (int i = start + lane; i < stop; i += 32) M = fmaxf(M, part_ml[unit_partials[i]].x);
+  float2 ml = partial >= 0 ? part_ml[partial] : make_float2(NO_SCORE, 0.f);
+  float M = ml.x, L = 0.f, o[4] = {0.f, 0.f, 0.f, 0.f};
+  for (int i = start + 32 + lane; i < stop; i += 32) M = fmaxf(M, part_ml[unit_partials[i]].x);
 #pragma unroll
   for (int s = 16; s; s >>= 1) M = fmaxf(M, __shfl_xor_sync(~0u, M, s));
   for (int first = start; first < stop; first += 32) {
     const int count = min(32, stop - first);
-    int partial = 0;
-    float weight = 0.f;
-    if (lane < count) {
-      partial = unit_partials[first + lane];
-      const float2 ml = part_ml[partial];
-      weight = exp2_fast(ml.x - M);
-      L += ml.y * weight;
-      if (partial >= num_floats) weight *= ml.y * part_unit[(partial - num_floats) / 64];
+    if (first > start) {
+      partial = lane < count ? unit_partials[first + lane] : -1;
+      ml = partial >= 0 ? part_ml[partial] : make_float2(NO_SCORE, 0.f);
     }
-#pragma unroll 8
-    for (int i = y; i < count; i += SPLIT) {
-      const int p = __shfl_sync(~0u, partial, i);
-      const float f = __shfl_sync(~0u, weight, i);
-      const float v = p < num_floats ? part_o[(size_t)p * HEAD_DIM + d]
-                                     : __half2float(part_rows[(size_t)(p - num_floats) * HEAD_DIM + place]);
-      o = fmaf(v, f, o);
+    float weight = partial >= 0 ? exp2_fast(ml.x - M) : 0.f;
+    L += ml.y * weight;
+    if (partial >= num_floats) weight *= ml.y * part_unit[(partial - num_floats) / 64];
+#pragma unroll 4
+    for (int i = 0; i < count; i += SPLIT) {
+      const int p = __shfl_sync(~0u, partial, (i + y) & 31);
+      const float f = __shfl_sync(~0u, weight, (i + y) & 31);
+      if (i + y >= count) continue;
+      float2 a, b;
+      if (p < num_floats) {
+        const float* from = part_o + (size_t)p * HEAD_DIM + channel;
+        a = *reinterpret_cast<const float2*>(from), b = *reinterpret_cast<const float2*>(from + 8);
+      } else {
+        const uint2 words = reinterpret_cast<const uint2*>(part_rows + (size_t)(p - num_floats) * HEAD_DIM)[c];
+        a = unpack_half2(words.x), b = unpack_half2(words.y);
+      }
+      o[0] = fmaf(a.x, f, o[0]), o[1] = fmaf(a.y, f, o[1]), o[2] = fmaf(b.x, f, o[2]), o[3] = fmaf(b.y, f, o[3]);
     }
   }
 #pragma unroll
   for (int s = 16; s; s >>= 1) L += __shfl_xor_sync(~0u, L, s);
-  if (SPLIT > 1) {
-    x[y][d] = o;
-    __syncthreads();
-    if (y) return;
+  *reinterpret_cast<float2*>(&sums[y][channel]) = make_float2(o[0], o[1]);
+  *reinterpret_cast<float2*>(&sums[y][channel + 8]) = make_float2(o[2], o[3]);
+  __syncthreads();
+  if (d >= HEAD_DIM) return;
+  float v = 0.f;
 #pragma unroll
-    for (int i = 1; i < SPLIT; i++) o += x[i][d];
-  }
-  float v = L > 0.f ? o / L : 0.f;
+  for (int i = 0; i < SPLIT; i++) v += sums[i][d];
+  v = L > 0.f ? v / L : 0.f;
   if (rotate) {
 #pragma unroll
     for (int s = 1; s < 32; s <<= 1) {
@@ -60,12 +72,11 @@ extern "C" __global__ void __launch_bounds__(HEAD_DIM * SPLIT)
       v = d & s ? other - v : v + other;
     }
 #pragma unroll
-    for (int s = 32; s < HEAD_DIM; s <<= 1) {  // only the threads of y = 0 are left
-      x[0][d] = v;
+    for (int s = 32; s < HEAD_DIM; s <<= 1) {  // in turns in two rows, so that one barrier each is enough
+      float* row = sums[s == 64];
+      row[d] = v;
       sync_threads<HEAD_DIM>(1);
-      const float other = x[0][d ^ s];
-      sync_threads<HEAD_DIM>(1);
-      v = d & s ? other - v : v + other;
+      v = d & s ? row[d ^ s] - v : v + row[d ^ s];
     }
     v *= rsqrtf((float)HEAD_DIM);
     if (signs) v *= signs[d];

@@ -1,9 +1,9 @@
 // Decode over pages in row order: FP8 with a scale per token, BF16, F16; sealed ones and open ones.
 //   score = (K . q) * k_scale[token],  out += P * V     m16n8k16, q as the sum of two 16-bit floats
-// A warp owns whole pages and takes them 16 tokens at a time through a ring of its own, filled by
-// 16-byte asynchronous copies that permute the pieces of a row, so that no read of an operand meets a
-// bank twice: row order costs nothing here, and a page that becomes full needs no other layout. FP8
-// becomes 16-bit operands in registers.
+// A warp takes a quarter of every page, or whole pages where their mass is asked for, 16 tokens at a time
+// through a ring of its own, filled by 16-byte asynchronous copies that permute the pieces of a row, so that no
+// read of an operand meets a bank twice: row order costs nothing here, and a page that becomes full needs no
+// other layout. FP8 becomes 16-bit operands in registers.
 // Macros: HEAD_DIM, FORMAT (0 FP8, 1 F16, 2 BF16), WARPS, STAGES, MIN_BLOCKS.
 #include "common.cuh"
 
@@ -17,6 +17,8 @@ constexpr int STEPS = HEAD_DIM / 16;
 constexpr bool Q_SHARED = HEAD_DIM > 128;  // query operands in shared memory: registers are short
 constexpr int SHARED = WARPS * RING + (Q_SHARED ? STEPS * 512 : 0);
 constexpr float LIMIT = 32768.f;
+constexpr int PARTS = PAGE / TOKENS;  // tiles of a page
+static_assert(WARPS == PARTS, "a warp for each quarter of a page");
 
 __device__ __forceinline__ void copy16(uint32_t target, const void* source) {
   asm volatile("cp.async.cg.shared.global [%0],[%1],16;" ::"r"(target), "l"(source) : "memory");
@@ -75,20 +77,25 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, int v_
   const int start = item_start[blockIdx.x], stop = item_start[blockIdx.x + 1];
   for (int index = start; index < stop; index++) {
     const Item item = load_item(items, index);
-    const int first = item.first + warp;
-    const int count = first < item.last ? (item.last - first + WARPS - 1) / WARPS : 0;
-    // Tiles of this warp: all of its pages whole, but the last of the segment up to its last token.
-    const bool is_open = count > 0 && first + (count - 1) * WARPS == item.last - 1;
-    const int last_tiles = is_open ? (item.last_len + TOKENS - 1) / TOKENS : PAGE / TOKENS;
-    const int num_tiles = count > 0 ? (count - 1) * (PAGE / TOKENS) + last_tiles : 0;
+    // Pages of this warp, and how many tiles it takes of each: all there are, but of the last of the segment those
+    // up to its last token.
+    const int first = MASS ? item.first + warp : item.first, stride = MASS ? WARPS : 1;
+    constexpr int TILES = MASS ? PARTS : 1;
+    const int count = first < item.last ? (item.last - first + stride - 1) / stride : 0;
+    const bool has_last = count > 0 && first + (count - 1) * stride == item.last - 1;
+    const int last_parts = (item.last_len + TOKENS - 1) / TOKENS;
+    const int last_tiles = !has_last ? TILES : MASS ? last_parts : warp < last_parts;
+    const int num_tiles = count > 0 ? (count - 1) * TILES + last_tiles : 0;
+    const bool is_open = has_last && last_tiles > 0;
     int fetched = 0, fetch_page = count > 0 ? pages[first] : 0, next_page = 0;
+    auto part_of = [&](int tile) { return MASS ? tile % PARTS : warp; };
     auto fetch = [&] {
       if (fetched < num_tiles) {
-        const int part = fetched % (PAGE / TOKENS);
-        if (part == 0) {
+        const int part = part_of(fetched);
+        if (fetched % TILES == 0) {
           if (fetched > 0) fetch_page = next_page;
-          const int next = fetched / (PAGE / TOKENS) + 1;
-          if (next < count) next_page = pages[first + next * WARPS];  // arrives before it is needed
+          const int next = fetched / TILES + 1;
+          if (next < count) next_page = pages[first + next * stride];  // arrives before it is needed
         }
         const uint32_t stage = ring + fetched % STAGES * STAGE;
         const uint8_t* page = share + (size_t)fetch_page * GRANULE;
@@ -136,9 +143,9 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, int v_
       asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
       __syncwarp();
       const uint32_t keys = ring + tile % STAGES * STAGE, values = keys + HALF, scales = values + HALF;
-      const int part = tile % (PAGE / TOKENS);
+      const int part = part_of(tile);
       const bool is_last = tile == num_tiles - 1;
-      const int valid = is_last && is_open ? item.last_len - part * TOKENS : TOKENS;
+      const int valid = is_last && is_open ? min(item.last_len - part * TOKENS, TOKENS) : TOKENS;
       if (valid < TOKENS) {  // bytes not written yet may be NaN, and zero times NaN is not zero
         for (int i = lane; i < (TOKENS - valid) * PIECES; i += 32) store_zero16(values + (valid * PIECES + i) * 16);
         __syncwarp();
@@ -203,8 +210,8 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, int v_
       run.l0 += sum0, run.l1 += sum1;
       if (MASS) {
         page0 += sum0, page1 += sum1;
-        if (part == PAGE / TOKENS - 1 || is_last) {
-          write_mass(mass, places[warp], warp + tile / (PAGE / TOKENS) * WARPS, page0, page1, run.m0, run.m1);
+        if (part == PARTS - 1 || is_last) {
+          write_mass(mass, places[warp], warp + tile / PARTS * WARPS, page0, page1, run.m0, run.m1);
           page0 = page1 = 0.f;
         }
       }
