@@ -50,8 +50,8 @@ LIMITS = {
     decode("bf16", 128): Limit(168, 0),
     # 512 threads; of the 128 registers each starts with, those that unpack give some to the others.
     cohort("tq3", 128): Limit(128, 0),
-    cohort("tq3", 256): Limit(128, 340),
-    cohort("tq3", 256, 8): Limit(128, 180),
+    cohort("tq3", 256): Limit(128, 150),
+    cohort("tq3", 256, 8): Limit(128, 50),
     cohort("tq(16,4)", 64): Limit(128, 0),
     cohort("fp8", 128): Limit(128, 0),
     cohort("fp8", 256): Limit(128, 440),

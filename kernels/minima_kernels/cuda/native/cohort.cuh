@@ -65,10 +65,18 @@ struct Weighed {
   float f0, f1, sum0, sum1;
 };
 
-// Scores of a page to weights times V scales. `s` has the references taken off already; `x0`, `x1` are the
-// lane's largest; `v_scales` where its 16 scales lie.
-__device__ __forceinline__ Weighed weigh(BlockRows& rows, float* s, float x0, float x1, float page_unit,
-                                         uint32_t v_scales) {
+// The 16 scales of a lane's tokens.
+__device__ __forceinline__ void load_scales(uint32_t at, float4* to) {
+#pragma unroll
+  for (int u = 0; u < 4; u++) to[u] = load_floats(at + u * 16);
+}
+// The one of score `x` of eight.
+__device__ __forceinline__ float scale_of(const float4& scales, int x) {
+  return x & 4 ? (x & 1 ? scales.w : scales.z) : (x & 1 ? scales.y : scales.x);
+}
+
+// Scores of a page to weights. `s` has the references taken off already; `x0`, `x1` are the lane's largest.
+__device__ __forceinline__ Weighed weigh(BlockRows& rows, float* s, float x0, float x1, float page_unit) {
   Weighed done{false, 1.f, 1.f, 0.f, 0.f};
   // The reference of a row moves only when a weight would pass 2^10.
   done.moves = __any_sync(~0u, fmaxf(x0, x1) > 10.f || page_unit != rows.v_unit) || rows.first;
@@ -90,17 +98,25 @@ __device__ __forceinline__ Weighed weigh(BlockRows& rows, float* s, float x0, fl
     rows.first = false;
   }
 #pragma unroll
-  for (int u = 0; u < 4; u++) {
-    const float4 v_scale = load_floats(v_scales + u * 16);
-#pragma unroll
-    for (int x = 0; x < 8; x++) {
-      const float e = exp2_fast(s[u * 8 + x]);
-      if (x & 2) done.sum1 += e; else done.sum0 += e;
-      s[u * 8 + x] = e * (x & 4 ? (x & 1 ? v_scale.w : v_scale.z) : (x & 1 ? v_scale.y : v_scale.x));
-    }
+  for (int i = 0; i < 32; i++) {
+    s[i] = exp2_fast(s[i]);
+    if (i & 2) done.sum1 += s[i]; else done.sum0 += s[i];
   }
   rows.l0 += done.sum0, rows.l1 += done.sum1;
   return done;
+}
+__device__ __forceinline__ void scale_weights(float* s, const float4* v_scales) {
+#pragma unroll
+  for (int i = 0; i < 32; i++) s[i] *= scale_of(v_scales[i / 8], i % 8);
+}
+// The same with scales loaded as they are needed: fewer registers.
+__device__ __forceinline__ void scale_weights(float* s, uint32_t v_scales) {
+#pragma unroll
+  for (int u = 0; u < 4; u++) {
+    const float4 v_scale = load_floats(v_scales + u * 16);
+#pragma unroll
+    for (int x = 0; x < 8; x++) s[u * 8 + x] *= scale_of(v_scale, x);
+  }
 }
 
 // Writes log2 of the sums of exp of an item's page `p` for the rows of this block that are used.

@@ -3,8 +3,8 @@
 //   score = (codes_K . q) * k_scale[token] + mean . q     wgmma s8, q as one or two bytes
 //   out  += P * codes_V                                    wgmma f16, P = weight * V scale, float sums
 // Warpgroups 0 and 1 unpack K to bytes and V to 16-bit floats in shared memory; a packed register of a warp is
-// one core matrix, so the stores have no bank conflicts. Warpgroups 2 and 3 own a block of rows each, or
-// alternate pages of the only block. Eight key means at a time are a tile of 15-bit integers.
+// one core matrix, so the stores have no bank conflicts. The one of V also makes a tile of 15-bit integers of
+// eight key means at a time. Warpgroups 2 and 3 own a block of rows each, or alternate pages of the only block.
 // Macros: HEAD_DIM, K_BITS, V_BITS, Q_BYTES, CENTRED, K_STAGES, V_STAGES, ROW_REGISTERS, FEED_REGISTERS, the
 // tables of unpack.cuh and the codebook steps K_STEP, V_STEP.
 #include <stddef.h>
@@ -19,6 +19,8 @@ constexpr int K_BYTES = K_CODES + SCALES, HEAD_BYTES = K_BYTES + MEAN + V_CODES 
 constexpr int MEAN_PAGES = 8;
 constexpr int AHEAD = 6;  // pages on their way to the cache before they are loaded
 constexpr int K_STEPS = HEAD_DIM / 32, GROUPS = HEAD_DIM / 64;
+// Whether registers allow the next page's scores while those of a page become weights.
+constexpr bool EARLY = HEAD_DIM <= 128;
 // Bytes from one core matrix to the next along K.
 constexpr int K_STRIDE = 1024, V_STRIDE = HEAD_DIM * 16, MEAN_STRIDE = 256;
 constexpr int K_TILE = PAGE * HEAD_DIM, V_TILE = 2 * PAGE * HEAD_DIM, Q_TILE = ROWS * HEAD_DIM;
@@ -31,10 +33,13 @@ constexpr int SHARED =
 constexpr int MAGIC_BITS = 0x4B400000;                     // integer sums start here: their bits are floats
 constexpr float MAGIC = 12582912.f, Q_MAX = 16256.f;
 
+// Sets of scales: a tile is given back before the scales beside it are used, one or two pages later.
+constexpr int SCALE_SETS = 2 * K_STAGES;
+
 struct Shared {
   uint64_t k_full[K_STAGES], k_empty[K_STAGES], v_full[V_STAGES], v_empty[V_STAGES], mean_full[2], mean_empty[2];
-  alignas(16) float scales[K_STAGES][2][SCALE_SET];  // of K and V
-  float v_unit[K_STAGES], running_unit;
+  alignas(16) float scales[SCALE_SETS][2][SCALE_SET];  // of K and V
+  float v_unit[SCALE_SETS], running_unit;
   alignas(16) float mean_step[2][MEAN_PAGES];
   alignas(16) uint32_t waiting[4][HEAD_DIM / 2];  // key means as they come
   float dots[CONSUMERS][ROWS][MEAN_PAGES];  // queries times key means
@@ -52,7 +57,7 @@ static_assert(K_CODES % 16 == 0 && K_BYTES % 16 == 0 && MEAN % 16 == 0 && V_CODE
               "parts of a head's share of a page");
 static_assert(SHARED + (sizeof(Shared) + 1023) / 1024 * 1024 <= 227 * 1024, "shared memory of a block");
 // Within an item a consumer passes by one page of the other one's at a time.
-static_assert(K_STAGES >= 3 && V_STAGES >= 3, "rounds of a ring");
+static_assert(K_STAGES >= 3 && V_STAGES >= 3 && SCALE_SETS >= K_STAGES + 2, "rounds of a ring");
 
 // The words of this warp's groups of 32 codes per lane, as many at once as lie side by side.
 template <int BITS>
@@ -137,30 +142,16 @@ __device__ __forceinline__ void put_mean(const uint32_t* waiting, uint8_t* tile,
 }
 
 __device__ __forceinline__ void feed_keys(const uint8_t* share, const int* pages, const int* item_start,
-                                          const uint4* items, Shared& shared, uint32_t tiles, uint8_t* mean_tiles,
-                                          int warp, int lane) {
+                                          const uint4* items, Shared& shared, uint32_t tiles, int warp, int lane) {
   const uint32_t full = shared_address(shared.k_full), empty = shared_address(shared.k_empty);
   Ring<K_STAGES> ring;
-  Ring<2> means;
+  Ring<SCALE_SETS> sets;
   for (int index = load_int(item_start + blockIdx.x); index < load_int(item_start + blockIdx.x + 1); index++) {
     const Cohort item = load_cohort(items, index);
     const uint8_t* head = share + (size_t)item.head * HEAD_BYTES;
     auto source = [&](int page) { return head + (size_t)page * GRANULE; };
     const int count = item.last - item.first;
     const int* list = pages + item.first;
-    // A mean of this warp: of eight pages it has two, four apart.
-    auto fetch = [&](int page) {
-      fetch_mean(shared_address(shared.waiting[warp]), source(list[min(page + warp, count - 1)]) + K_BYTES, lane);
-    };
-    auto put = [&](int place) {
-      put_mean(shared.waiting[warp], mean_tiles + means.stage * MEAN_TILE, shared.mean_step[means.stage],
-               place + warp, lane);
-      if (place == 0) return;
-      publish_shared();
-      __syncwarp();
-      if (lane == 0) arrive(shared_address(&shared.mean_full[means.stage]), 1);
-      means.advance(1);
-    };
     uint32_t x[GROUPS * K_BITS], scale = 0;
     int ids = list[min(lane, count - 1)];
     // Of K for warp 0, of V for warp 1.
@@ -174,14 +165,6 @@ __device__ __forceinline__ void feed_keys(const uint8_t* share, const int* pages
     const uint8_t* start = source(__shfl_sync(~0u, ids, 0));
     Words<K_BITS>::load(start, warp, lane, x);
     if (warp < 2) scale = load_word(start + scales_at + lane * 4);
-    if (CENTRED) {
-      barrier_wait(shared_address(&shared.mean_empty[means.stage]), means.phase ^ 1);
-#pragma unroll 1
-      for (int place = 0; place < MEAN_PAGES; place += 4) {
-        fetch(place);
-        put(place);
-      }
-    }
     // The unit of V scales is a power of two, raised when a page's largest would pass HEADROOM units.
     if (warp == 1) shared.running_unit = 0.f;
     for (int p = 0; p < count; p++) {
@@ -197,36 +180,56 @@ __device__ __forceinline__ void feed_keys(const uint8_t* share, const int* pages
         float2 f = unpack_half2(scale);
         scale = load_word(next + scales_at + lane * 4);
         if (warp == 0 && Q_BYTES == 1) f.x *= 128.f, f.y *= 128.f;
-        if (warp == 1) use_unit(f, &shared.running_unit, &shared.v_unit[ring.stage], lane);
+        if (warp == 1) use_unit(f, &shared.running_unit, &shared.v_unit[sets.stage], lane);
         // Tokens 16 t + 8 h + g with lane = 4 g + t: a consumer reads those of its columns at once.
-        float* to = &shared.scales[ring.stage][warp][(lane >> 3) * SCALE_ROW + (lane & 3) * 4 + (lane >> 2 & 1)];
+        float* to = &shared.scales[sets.stage][warp][(lane >> 3) * SCALE_ROW + (lane & 3) * 4 + (lane >> 2 & 1)];
         to[0] = f.x, to[2] = f.y;
       }
       publish_shared();
       __syncwarp();
       if (lane == 0) arrive(full + 8 * ring.stage, 1);
       ring.advance(1);
-      if (CENTRED && (p | 7) + 1 < count) {  // the means of the next eight pages, a step at a time
-        if ((p & 3) == 1) fetch((p | 7) + 1 + (p & 4));
-        if ((p & 7) == 2) barrier_wait(shared_address(&shared.mean_empty[means.stage]), means.phase ^ 1);
-        if ((p & 3) == 3) put(p & 4);
-      }
+      sets.advance(1);
     }
   }
 }
 
 __device__ __forceinline__ void feed_values(const uint8_t* share, const int* pages, const int* item_start,
-                                            const uint4* items, Shared& shared, uint32_t tiles, int warp, int lane) {
+                                            const uint4* items, Shared& shared, uint32_t tiles, uint8_t* mean_tiles,
+                                            int warp, int lane) {
   const uint32_t full = shared_address(shared.v_full), empty = shared_address(shared.v_empty);
   Ring<V_STAGES> ring;
+  Ring<2> means;
   for (int index = load_int(item_start + blockIdx.x); index < load_int(item_start + blockIdx.x + 1); index++) {
     const Cohort item = load_cohort(items, index);
     const uint8_t* head = share + (size_t)item.head * HEAD_BYTES + K_BYTES + MEAN;
     const int count = item.last - item.first;
     const int* list = pages + item.first;
+    // A mean of this warp: of eight pages it has two, four apart.
+    auto fetch = [&](int page) {
+      fetch_mean(shared_address(shared.waiting[warp]), head - MEAN + (size_t)list[min(page + warp, count - 1)] * GRANULE,
+                 lane);
+    };
+    auto put = [&](int place) {
+      put_mean(shared.waiting[warp], mean_tiles + means.stage * MEAN_TILE, shared.mean_step[means.stage],
+               place + warp, lane);
+      if (place == 0) return;
+      publish_shared();
+      __syncwarp();
+      if (lane == 0) arrive(shared_address(&shared.mean_full[means.stage]), 1);
+      means.advance(1);
+    };
     uint32_t x[GROUPS * V_BITS];
     int ids = list[min(lane, count - 1)];
     Words<V_BITS>::load(head + (size_t)__shfl_sync(~0u, ids, 0) * GRANULE, warp, lane, x);
+    if (CENTRED) {
+      barrier_wait(shared_address(&shared.mean_empty[means.stage]), means.phase ^ 1);
+#pragma unroll 1
+      for (int place = 0; place < MEAN_PAGES; place += 4) {
+        fetch(place);
+        put(place);
+      }
+    }
     for (int p = 0; p < count; p++) {
       if ((p + 1) % 32 == 0) ids = list[min(p + 1 + lane, count - 1)];
       const uint8_t* next = head + (size_t)__shfl_sync(~0u, ids, (p + 1) % 32) * GRANULE;
@@ -237,6 +240,11 @@ __device__ __forceinline__ void feed_values(const uint8_t* share, const int* pag
       __syncwarp();
       if (lane == 0) arrive(full + 8 * ring.stage, 1);
       ring.advance(1);
+      if (CENTRED && (p | 7) + 1 < count) {  // the means of the next eight pages, a step at a time
+        if ((p & 3) == 1) fetch((p | 7) + 1 + (p & 4));
+        if ((p & 7) == 2) barrier_wait(shared_address(&shared.mean_empty[means.stage]), means.phase ^ 1);
+        if ((p & 3) == 3) put(p & 4);
+      }
     }
   }
 }
@@ -284,8 +292,8 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
   __syncthreads();
   if (role < 2) {
     give_registers<FEED_REGISTERS>();
-    if (role == 0) feed_keys(share, pages, item_start, items, shared, k_tiles, memory + MEAN_AT, warp, lane);
-    else feed_values(share, pages, item_start, items, shared, v_tiles, warp, lane);
+    if (role == 0) feed_keys(share, pages, item_start, items, shared, k_tiles, warp, lane);
+    else feed_values(share, pages, item_start, items, shared, v_tiles, memory + MEAN_AT, warp, lane);
     return;
   }
   take_registers<ROW_REGISTERS>();
@@ -343,11 +351,13 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
     BlockRows run;
     int p = blocks == 2 ? 0 : me;
     Ring<K_STAGES> k_ring{(passed + p) % K_STAGES, (uint32_t)(passed + p) / K_STAGES & 1};
+    Ring<SCALE_SETS> sets{(passed + p) % SCALE_SETS};
     Ring<V_STAGES> v_ring{(passed + p) % V_STAGES, (uint32_t)(passed + p) / V_STAGES & 1};
     passed += count;
     int S[32];
-    // Scores of the page in this stage; a page behind the last one gives some that are not used.
-    auto score = [&](int stage) {
+    // Scores of the page in this stage, of the high bytes and then of both; a page behind the last one gives some
+    // that are not used.
+    auto score_high = [&](int stage) {
       const uint64_t tile = keys + (uint64_t)(stage * K_TILE >> 4);
 #pragma unroll
       for (int i = 0; i < 32; i++) S[i] = Q_BYTES == 2 ? 0 : MAGIC_BITS;
@@ -359,8 +369,11 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
         else wgmma_s8_n64(S, q[k], tile + along);
       }
       wgmma_commit();
+    };
+    auto score_low = [&](int stage) {
       if constexpr (Q_BYTES == 2) {
         wgmma_wait<0>();
+        const uint64_t tile = keys + (uint64_t)(stage * K_TILE >> 4);
 #pragma unroll
         for (int i = 0; i < 32; i++) S[i] *= 128;
         wgmma_fence();
@@ -372,11 +385,12 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
         wgmma_commit();
       }
     };
-    // Queries times the key means of the next eight pages; no other product runs.
+    // Queries times the key means of the next eight pages; waits for all products.
     auto mean_scores = [&]() {
       int sum[8];
 #pragma unroll
       for (int i = 0; i < 8; i++) sum[i] = 0;
+      __syncwarp();  // all lanes have read those before
       barrier_wait(shared_address(&shared.mean_full[0]) + 8 * mean_ring.stage, mean_ring.phase);
       const uint64_t tile = means + (uint64_t)(mean_ring.stage * MEAN_TILE >> 4);
       wgmma_fence();
@@ -405,12 +419,27 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
       if (lane == 0) arrive(shared_address(&shared.mean_empty[0]) + 8 * mean_ring.stage, 1);
       mean_ring.advance(1);
     };
+    // The page behind this one.
+    auto expect_next = [&] {
+      k_ring.advance(step);
+      if (p + step >= count) return;
+      if (CENTRED && (p + step) % MEAN_PAGES < step) mean_scores();
+      barrier_wait(k_full + 8 * k_ring.stage, k_ring.phase);
+    };
+    // A tile of keys is given back once its scores are there.
+    auto give_back = [&](int page) {
+      if (lane == 0 && page < count) arrive(k_empty + 8 * k_ring.stage, step);
+    };
     if (p < count) {
       if (CENTRED) mean_scores();
       barrier_wait(k_full + 8 * k_ring.stage, k_ring.phase);
     }
-    score(k_ring.stage);
+    score_high(k_ring.stage);
+    score_low(k_ring.stage);
     wgmma_wait<0>();
+    give_back(p);
+    auto page_scales = [&](int which) { return scales + (sets.stage * 2 + which) * (SCALE_SET * 4); };
+    float4 v_scales[4];
     int v_stage = -1;  // whose product runs
     for (; p < count; p += step) {
       float shift0 = -run.m0, shift1 = -run.m1;
@@ -419,28 +448,40 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
         shift0 = fmaf(dots[0], scale[0], shift0);
         shift1 = fmaf(dots[8 * MEAN_PAGES], scale[1], shift1);
       }
-      const uint32_t page_scales = scales + k_ring.stage * (2 * SCALE_SET * 4);
-      const float page_unit = shared.v_unit[k_ring.stage];
+      const float page_unit = shared.v_unit[sets.stage];
       float s[32], x0 = NO_SCORE, x1 = NO_SCORE;
 #pragma unroll
       for (int u = 0; u < 4; u++) {
-        const float4 k_scale = load_floats(page_scales + u * 16);
+        const float4 k_scale = load_floats(page_scales(0) + u * 16);
 #pragma unroll
         for (int x = 0; x < 8; x++) {
           const float sum = Q_BYTES == 2 ? (float)S[u * 8 + x] : __int_as_float(S[u * 8 + x]) - MAGIC;
-          const float t = sum * (x & 4 ? (x & 1 ? k_scale.w : k_scale.z) : (x & 1 ? k_scale.y : k_scale.x));
+          const float t = sum * scale_of(k_scale, x);
           s[u * 8 + x] = fmaf(t, x & 2 ? scale[1] : scale[0], x & 2 ? shift1 : shift0);
           if (x & 2) x1 = fmaxf(x1, s[u * 8 + x]); else x0 = fmaxf(x0, s[u * 8 + x]);
         }
       }
-      const Weighed now = weigh(run, s, x0, x1, page_unit, page_scales + SCALE_SET * 4);
+      if constexpr (EARLY) {
+        expect_next();
+        score_high(k_ring.stage);  // runs under this page's softmax
+        load_scales(page_scales(1), v_scales);
+      }
+      const Weighed now = weigh(run, s, x0, x1, page_unit);
+      if constexpr (EARLY) {
+        score_low(k_ring.stage);
+        if constexpr (Q_BYTES == 1) wgmma_wait<0>();
+        if (lane == 0 && v_stage >= 0) arrive(v_empty + 8 * v_stage, step);
+        scale_weights(s, v_scales);
+      } else {
+        scale_weights(s, page_scales(1));
+      }
       if (MASS)
         write_row_mass(mass, load_cohort(items, index), p, block, now.sum0, now.sum1, run, scale, num_heads, group, warp,
                        lane);
-      __syncwarp();
-      if (lane == 0) arrive(k_empty + 8 * k_ring.stage, step);
-      wgmma_wait<0>();
-      if (lane == 0 && v_stage >= 0) arrive(v_empty + 8 * v_stage, step);
+      if constexpr (!EARLY) {
+        wgmma_wait<0>();
+        if (lane == 0 && v_stage >= 0) arrive(v_empty + 8 * v_stage, step);
+      }
       if (now.moves) {
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 8; i++)
@@ -452,17 +493,19 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
       v_stage = v_ring.stage;
       barrier_wait(v_full + 8 * v_stage, v_ring.phase);
       v_ring.advance(step);
-      k_ring.advance(step);
-      if (p + step < count) {
-        if (CENTRED && (p + step) % MEAN_PAGES < step) mean_scores();
-        barrier_wait(k_full + 8 * k_ring.stage, k_ring.phase);
+      sets.advance(step);
+      if constexpr (!EARLY) {
+        expect_next();
+        score_high(k_ring.stage);
+        score_low(k_ring.stage);
       }
-      score(k_ring.stage);
+      wgmma_fence();
 #pragma unroll
       for (int k = 0; k < 4; k++)
         wgmma_f16<HEAD_DIM>(O, P + 4 * k, values + (uint64_t)((v_stage * V_TILE + k * 2 * V_STRIDE) >> 4));
       wgmma_commit();
       wgmma_wait<1>();  // the product with V runs under the next page's softmax
+      give_back(p + step);
     }
     wgmma_wait<0>();
     if (lane == 0 && v_stage >= 0) arrive(v_empty + 8 * v_stage, step);

@@ -228,12 +228,13 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, int v_
         const float4 k_scale = load_floats(page_scales + u * 16);
 #pragma unroll
         for (int x = 0; x < 8; x++) {
-          const float t = s[u * 8 + x] * (x & 4 ? (x & 1 ? k_scale.w : k_scale.z) : (x & 1 ? k_scale.y : k_scale.x));
+          const float t = s[u * 8 + x] * scale_of(k_scale, x);
           s[u * 8 + x] = x & 2 ? fmaf(t, scale[1], -run.m1) : fmaf(t, scale[0], -run.m0);
           if (x & 2) x1 = fmaxf(x1, s[u * 8 + x]); else x0 = fmaxf(x0, s[u * 8 + x]);
         }
       }
-      const Weighed now = weigh(run, s, x0, x1, page_unit, page_scales + SCALE_SET * 4);
+      const Weighed now = weigh(run, s, x0, x1, page_unit);
+      scale_weights(s, page_scales + SCALE_SET * 4);
       if (MASS)
         write_row_mass(mass, load_cohort(items, index), p, block, now.sum0, now.sum1, run, scale, num_heads, group, warp,
                        lane);
