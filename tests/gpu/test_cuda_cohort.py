@@ -97,7 +97,7 @@ def test_extreme_pages(name: str, dim: int, case: str) -> None:
 )
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_queries_over_fp8_pages(dim: int, dtype: torch.dtype, spread: float, limit: float) -> None:
-    """Those of more than 11 bits lose the rest; BF16 ones lose nothing, however large the scores."""
+    """Those of more than 11 bits lose the rest; BF16 ones lose nothing at scores of any size."""
     pages = Pages(KVGeometry(1, 2, dim, 64), ["fp8"])
     check(pages, [pages.segment(0, 9, range(9))], 9, 4, spread=spread, dtype=dtype, limit=limit)
 

@@ -47,7 +47,7 @@ WARPS = 4
 # owns rows and of one that unpacks. Twice both must not exceed four times the 128 a thread starts
 # with, or a block waits for registers for ever.
 _COHORT = {64: (6, 6, 192, 64), 128: (6, 6, 192, 64), 256: (3, 3, 216, 40)}
-_COHORT_FP8 = {64: (6, 6, 184, 72), 128: (6, 6, 184, 72), 256: (3, 2, 208, 48)}
+_COHORT_FP8 = {64: (6, 6, 176, 80), 128: (6, 6, 176, 80), 256: (3, 2, 208, 48)}
 _COHORT_THREADS = 512
 
 _RETIER_THREADS = 256
