@@ -94,6 +94,9 @@ class StubRunner:
     context_length = 1 << 20
     decode_memory = None
 
+    def load(self, batch: ForwardBatch) -> None:
+        """Nothing: the work list is made with the first layer."""
+
     def __init__(self, watch: Stopwatch) -> None:
         self._logits = torch.randn(RUNNING, VOCAB)
         self._model = watch.wrap(lambda batch: torch.zeros(len(batch.input_ids), 1))

@@ -16,6 +16,7 @@ from minima_kernels.geometry import GRANULE, KVGeometry
 from minima_kernels.kinds import PageKind
 from minima_kernels.routes import ROUTES, RouteCounters
 from minima_kernels.shares import read_shares, write_shares
+from minima_kernels.upload import upload
 
 # Expanded values held at once while pages are re-encoded; about ten times that in bytes. On a GPU
 # fewer would leave most of it idle.
@@ -62,13 +63,18 @@ def retier(
 
     Args:
         arena: uint8 ``[bytes]``, holds sources and destinations; the pages must not overlap.
-        source_addresses, destination_addresses: P page addresses each, in granules.
+        source_addresses, destination_addresses: P page addresses each, in granules; given as
+            numbers, they cost no wait for a GPU.
 
     Raises:
         ValueError: unequal numbers of addresses, or kinds of unequal layer counts.
     """
-    sources = torch.as_tensor(source_addresses, dtype=torch.int64, device=arena.device)
-    destinations = torch.as_tensor(destination_addresses, dtype=torch.int64, device=arena.device)
+    sources, destinations = (
+        addresses.to(arena.device, torch.int64)
+        if isinstance(addresses, torch.Tensor)
+        else upload(addresses, torch.int64, arena.device)
+        for addresses in (source_addresses, destination_addresses)
+    )
     if sources.shape != destinations.shape:
         raise ValueError(f"{sources.numel()} source pages for {destinations.numel()} destinations")
     if not sources.numel():

@@ -70,7 +70,6 @@ FOREIGN_FLAGS = (
     _switch("cached tokens are always reported", "--enable-cache-report"),
     _switch("code from a model's directory is never run", "--trust-remote-code"),
     _switch("prefill and decode always share steps", "--enable-mixed-chunk"),
-    _switch("there is no overlap schedule to switch off", "--disable-overlap-schedule"),
     _switch(_GRAPHS, "--disable-cuda-graph-padding"),
     _switch("nothing is compiled at the start", "--enable-torch-compile"),
     _switch("one device needs no reduction", "--disable-custom-all-reduce", "--enable-p2p-check"),

@@ -124,6 +124,11 @@ class ServerArgs:
     disable_cuda_graph: bool = _setting(
         False, "model", "launch every kernel of a decode step on its own (on a GPU)"
     )
+    disable_overlap_schedule: bool = _setting(
+        False,
+        "model",
+        "wait for the tokens of a decode step before the next is launched (on a GPU)",
+    )
     random_seed: int | None = _setting(
         None, "model", "seed of unseeded sampling (default: from the system)"
     )

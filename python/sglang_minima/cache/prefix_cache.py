@@ -221,6 +221,17 @@ class PrefixCache:
         request.table = None
         request.written = request.room = 0
 
+    def convert(self, limit: int, is_prefilling: bool) -> None:
+        """Converts up to `limit` pages after a step.
+
+        They wait while a prompt is in prefill: they must not delay a first token. Where room is
+        short they do not wait, or steady arrivals would keep every page large.
+        """
+        if self.short_of_room:
+            self.controller.compress_left(limit - self.controller.step(limit))
+        elif not is_prefilling:
+            self.controller.step(limit)
+
     def flush(self) -> int:
         """Evicts every cached page that no request uses; returns how many."""
         return self.lifecycle.flush()

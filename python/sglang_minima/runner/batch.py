@@ -42,7 +42,8 @@ class DecodeRows(NamedTuple):
     each."""
 
     tables: list[RequestTable]
-    token_ids: list[int]
+    token_ids: list[int] | torch.Tensor
+    """A tensor, int64 on the device, where they are still being sampled."""
     starts: list[int]
     """Position of the token in its sequence."""
 
@@ -126,7 +127,7 @@ def build_batch(
             table.pages[start // page_size]
             for table, start in zip(decodes.tables, decodes.starts, strict=True)
         ]
-        ids = np.array(decodes.token_ids, dtype=np.int64)
+        ids = _known(decodes)
         rows.append(_Rows(ids, starts, np.array(pages, dtype=np.int64)))
         ends = [start + 1 for start in decodes.starts]
         segments = build_segments(decodes.tables, ends, cache, cohorts)
@@ -153,6 +154,9 @@ def build_batch(
         inputs = memory.inputs.load(values)
     else:
         inputs = torch.from_numpy(values).to(device)
+    if isinstance(decodes.token_ids, torch.Tensor):
+        # A row for which nothing could be sampled runs for nothing, but it must run.
+        torch.clamp(decodes.token_ids, min=0, out=inputs[0, extend_rows:num_rows])
     return ForwardBatch(
         input_ids=inputs[0],
         positions=inputs[1],
@@ -173,6 +177,13 @@ class _Rows(NamedTuple):
     ids: np.ndarray
     positions: np.ndarray
     pages: np.ndarray
+
+
+def _known(decodes: DecodeRows) -> np.ndarray:
+    """The token ids, int64 [rows]; 0 for those that are still to come."""
+    if isinstance(decodes.token_ids, torch.Tensor):
+        return np.zeros(len(decodes.tables), dtype=np.int64)
+    return np.array(decodes.token_ids, dtype=np.int64)
 
 
 def _extend_rows(work: Work, page_size: int) -> _Rows:

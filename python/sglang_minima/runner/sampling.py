@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from minima_kernels.upload import upload
 from sglang_minima.messages import LogProb, LogProbs
 from sglang_minima.runner.token_masks import apply_masks, fill_masks
 from sglang_minima.sampling_params import SamplingParams
@@ -44,6 +45,8 @@ class SamplingRow:
     constraint: Constraint | None = None
     """The grammar that the sequence follows."""
     greedy: bool = field(init=False)
+    cut: bool = field(init=False)
+    """Whether only part of the distribution is sampled from."""
     penalised: bool = field(init=False)
     adjusted: bool = field(init=False)
     """Whether the logits of this row may have to be changed."""
@@ -51,10 +54,16 @@ class SamplingRow:
     def __post_init__(self) -> None:
         params = self.params
         self.greedy = params.greedy
+        self.cut = params.top_k != -1 or params.top_p != 1 or params.min_p != 0
         self.penalised = bool(
             params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1
         )
         self.adjusted = bool(self.penalised or params.logit_bias or params.min_new_tokens)
+
+    @property
+    def plain(self) -> bool:
+        """Whether a token is drawn from its logits as they are, whatever came before."""
+        return not self.adjusted and self.constraint is None
 
     @property
     def output_len(self) -> int:
@@ -85,7 +94,7 @@ def uniform(seed: int, position: int) -> float:
 
 
 def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
-    """Samples one token a row.
+    """Samples one token a row, and waits for it.
 
     Args:
         logits: float32 [len(rows), vocab]; not modified.
@@ -94,30 +103,49 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
     Returns:
         Token ids, one a row; `NO_TOKEN` for rows whose logits hold infinities or no numbers.
     """
-    logits = _adjust(logits, rows)
-    random_rows = [i for i, row in enumerate(rows) if not row.greedy]
-    if len(random_rows) == len(rows):
-        return _draw(logits, rows).tolist()
-    tokens = _argmax(logits)
-    if random_rows:
-        index = torch.tensor(random_rows, device=logits.device)
-        drawn = _draw(logits.index_select(0, index), [rows[i] for i in random_rows])
-        for i, token in zip(random_rows, drawn.tolist(), strict=True):
-            tokens[i] = token
+    tokens: list[int] = draw(_adjust(logits, rows), rows).tolist()
     return tokens
 
 
-def _argmax(logits: torch.Tensor) -> list[int]:
+def draw(logits: torch.Tensor, rows: Sequence[SamplingRow], ahead: int = 0) -> torch.Tensor:
+    """Samples one token a row from logits as they are; waits for nothing.
+
+    Args:
+        logits: float32 [len(rows), vocab]; not modified.
+        ahead: tokens that each sequence has beyond those its row knows of.
+
+    Returns:
+        int64 [len(rows)] on the device of the logits, as `sample`.
+    """
+    random_rows = [i for i, row in enumerate(rows) if not row.greedy]
+    if len(random_rows) == len(rows):
+        tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+    else:
+        tokens = _argmax(logits)
+    # The same point picks another token where the tokens are ordered: rows of either kind apart,
+    # or a row would depend on its neighbours.
+    for cut in (False, True):
+        places = [i for i in random_rows if rows[i].cut == cut]
+        if len(places) == len(rows):
+            return _draw(logits, rows, ahead, cut)
+        if places:
+            index = upload(places, torch.int64, logits.device)
+            chosen = [rows[i] for i in places]
+            drawn = _draw(logits.index_select(0, index), chosen, ahead, cut)
+            tokens.index_copy_(0, index, drawn)
+    return tokens
+
+
+def _argmax(logits: torch.Tensor) -> torch.Tensor:
     """The first of the greatest logits of each row; what is no number counts as the greatest."""
     if logits.device.type == "cpu":
         # torch goes through a row one by one: 7x slower than numpy on AVX2.
         values = logits.numpy()
         first = values.argmax(-1)
         greatest = np.take_along_axis(values, first[:, None], -1)[:, 0]
-        tokens: list[int] = np.where(np.isfinite(greatest), first, NO_TOKEN).tolist()
-        return tokens
+        return torch.from_numpy(np.where(np.isfinite(greatest), first, NO_TOKEN))
     top = logits.max(dim=-1)
-    return top.indices.masked_fill(~top.values.isfinite(), NO_TOKEN).tolist()
+    return top.indices.masked_fill(~top.values.isfinite(), NO_TOKEN)
 
 
 def _adjust(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
@@ -168,35 +196,32 @@ def _penalise(logits: torch.Tensor, row: SamplingRow) -> None:
         logits[ids] -= params.frequency_penalty * count + params.presence_penalty
 
 
-def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Draws from softmax(logits / temperature) cut by top-k, top-p and min-p: int64 [rows]."""
-    device = logits.device
-    temperature = torch.tensor(
-        [[row.params.temperature] for row in rows], dtype=torch.float64, device=device
-    )
-    point = torch.tensor(
-        [[uniform(row.seed, row.output_len)] for row in rows],
-        dtype=torch.float64,
-        device=device,
-    )
+def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow], ahead: int, cut: bool) -> torch.Tensor:
+    """Draws from softmax(logits / temperature), with `cut` from what top-k, top-p and min-p leave
+    of it: int64 [rows]."""
+    device, vocab = logits.device, logits.shape[-1]
+    table: list[list[float]] = [
+        [row.params.temperature for row in rows],
+        [uniform(row.seed, row.output_len + ahead) for row in rows],
+        [row.params.top_k if row.params.top_k > 0 else vocab for row in rows],
+        [row.params.top_p for row in rows],
+        [row.params.min_p for row in rows],
+    ]
+    temperature, point, top_k, top_p, min_p = upload(table, torch.float64, device).unsqueeze(-1)
     # Greater temperatures flatten towards uniform; the maximum is subtracted first so that tiny
     # temperatures cannot overflow.
     scaled = (logits - logits.amax(-1, keepdim=True)).double() / temperature
     probs = torch.softmax(scaled, dim=-1)
-    if all(r.params.top_k == -1 and r.params.top_p == 1 and r.params.min_p == 0 for r in rows):
+    if not cut:
         return _inverse_cdf(probs, point).squeeze(-1)
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(probs.shape[-1], device=device)
-    top_k = [[r.params.top_k if r.params.top_k > 0 else probs.shape[-1]] for r in rows]
-    keep = rank < torch.tensor(top_k, device=device)
+    keep = torch.arange(vocab, device=device) < top_k
     # top-p counts over what top-k left, as users of the usual servers expect.
     ordered = ordered * keep
     ordered = ordered / ordered.sum(-1, keepdim=True)
     before = ordered.cumsum(-1) - ordered
-    top_p = torch.tensor([[r.params.top_p] for r in rows], dtype=torch.float64, device=device)
-    min_p = torch.tensor([[r.params.min_p] for r in rows], dtype=torch.float64, device=device)
     keep &= (before < top_p) & (ordered >= min_p * ordered[:, :1])
-    keep[:, 0] = True
+    keep[:, 0].fill_(True)
     picked = _inverse_cdf(ordered * keep, point)
     token = order.gather(-1, picked.clamp_min(0))
     return torch.where(picked < 0, picked, token).squeeze(-1)

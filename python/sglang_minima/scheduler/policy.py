@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from sglang_minima.cache.prefix_cache import PrefixCache
 from sglang_minima.scheduler.request import Request
 
 _LPM_LIMIT = 128
@@ -58,6 +59,25 @@ def next_victim(running: Sequence[Request]) -> Request:
 
 def _priority(request: Request) -> int:
     return request.message.priority
+
+
+def next_chunk(request: Request, budget: int, cache: PrefixCache) -> int:
+    """How many pending tokens of an admitted request run in the next step."""
+    count = request.pending
+    if not cache.deterministic:
+        return count if count == 1 else min(count, budget)
+    # Chunks on the page grid: page p is always computed as one chunk that reads the pages before
+    # it in their sealed form, whoever computes it. A page that decode steps filled is computed
+    # once more as such a chunk before it is sealed.
+    committed, page_size = request.held_table.committed, cache.page_size
+    if request.written - committed >= page_size:
+        request.written = committed
+    start = request.written
+    end = start - start % page_size + page_size
+    if request.prompt_len < end and len(request.tokens) <= end:
+        # An open page that decoding fills: after a preemption token by token again.
+        end = max(request.prompt_len, start + 1)
+    return min(request.pending, end - start)
 
 
 def twin_ahead(

@@ -20,13 +20,20 @@ from minima_radix import Namespace
 from sglang_minima.cache.prefix_cache import PrefixCache
 from sglang_minima.grammar.loader import GrammarLoader
 from sglang_minima.messages import FinishReason, GenerateRequest, TokenOutput
-from sglang_minima.runner.batch import DecodeRows, Work, build_batch
+from sglang_minima.runner.batch import Work
 from sglang_minima.runner.model_runner import ModelRunner
 from sglang_minima.runner.sampling import NO_TOKEN
-from sglang_minima.runner.segments import Cohorts
+from sglang_minima.scheduler.launcher import Launcher, decode_rows
 from sglang_minima.scheduler.outputs import draw_tokens, record_prompt_rows, take_output
+from sglang_minima.scheduler.overlap import Flight, Overlap
 from sglang_minima.scheduler.parked import Parked
-from sglang_minima.scheduler.policy import next_victim, note_overtaking, order_waiting, twin_ahead
+from sglang_minima.scheduler.policy import (
+    next_chunk,
+    next_victim,
+    note_overtaking,
+    order_waiting,
+    twin_ahead,
+)
 from sglang_minima.scheduler.request import Request, one_slow
 from sglang_minima.scheduler.statistics import Statistics
 from sglang_minima.scheduler.stopping import StopMatcher
@@ -73,18 +80,20 @@ class Scheduler:
         """Most tokens a sequence may have, prompt included."""
         self._refused_room: int | None = None
         """Tokens of room with which the first of the waiting was refused; None: not known."""
-        self._cohorts = Cohorts()
         self._next_holder = 0
         self._max_running = args.max_running_requests
         self._random = random.Random(args.random_seed)
-        self.statistics = Statistics(args.decode_log_interval)
+        self.statistics = Statistics(args.decode_log_interval, runner.device)
+        self._launcher = Launcher(cache, runner, self.statistics)
+        self._overlap = Overlap(args, cache, self._launcher, self._limit)
+        self._flight: Flight | None = None
 
     # --- requests in and out -------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
-        """True while any request is running or waits for room."""
-        return bool(self._running or self._waiting)
+        """True while any request is running or waits for room, or a step is in flight."""
+        return bool(self._running or self._waiting or self._flight)
 
     @property
     def running(self) -> int:
@@ -139,8 +148,11 @@ class Scheduler:
     # --- one step ------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Runs one batch; False when there was nothing to run."""
+        """Runs one batch, or takes the tokens of one in flight; False when there was neither."""
         self._parked.take(self._queue, self._fail)
+        if self._flight is not None:
+            self._go_on(self._flight)
+            return True
         scheduled = self._schedule()
         # Reserving for one may have preempted another that was chosen before it.
         works = [pair for pair in scheduled.works if pair[0].table is not None]
@@ -155,19 +167,34 @@ class Scheduler:
             for request in decodes:
                 if request.table is not None:
                     self._run([], [request])
+        elif not works and self._overlap.takes(decodes):
+            self._flight = self._overlap.start(decodes)
+            self._cache.commit_rows(decodes)
         else:
             self._run(works, decodes)
-        self.statistics.record_step(
-            len(decodes), len(self._running), len(self._waiting), self._cache
-        )
-        # Conversions wait while a prompt is in prefill: they must not delay a first token. Where
-        # room is short they do not wait, or steady arrivals would keep every page large.
-        limit, short = self._args.retier_pages_per_step, self._cache.short_of_room
-        if short or all(request.prefilled for request in self._running):
-            done = self._cache.controller.step(limit)
-            if short:
-                self._cache.controller.compress_left(limit - done)
+        self._conclude(len(decodes))
         return True
+
+    def _go_on(self, flight: Flight) -> None:
+        """Launches the next decode step behind the one in flight, unless something else is to run
+        before it, and takes the tokens of the one in flight."""
+        follower = None
+        if not self._may_admit():
+            follower = self._overlap.follow(flight, self._running)
+        self._flight = follower
+        # Some may have been aborted in the meantime.
+        pairs = zip(flight.requests, flight.drawn.wait(), strict=True)
+        self._take_tokens([pair for pair in pairs if pair[0].finish is None])
+        if follower is not None:
+            # The tokens that it wrote are known now; those of ended sequences are dropped.
+            self._cache.commit_rows([r for r in follower.requests if r.table is not None])
+            self._conclude(len(follower.requests))
+
+    def _conclude(self, rows: int) -> None:
+        """What comes after a batch with so many single tokens has been launched."""
+        self.statistics.record_step(rows, len(self._running), len(self._waiting), self._cache)
+        is_prefilling = any(not request.prefilled for request in self._running)
+        self._cache.convert(self._args.retier_pages_per_step, is_prefilling)
 
     def _schedule(self) -> Scheduled:
         """Chooses this step's work and reserves pages for it."""
@@ -182,7 +209,7 @@ class Scheduler:
                 continue
             if request.table is None:
                 continue  # preempted by an earlier one in this loop
-            count = self._chunk(request, budget)
+            count = next_chunk(request, budget, self._cache)
             if count and self._reserve(request, count):
                 budget -= self._take(request, count, scheduled)
         self._admit(scheduled, budget)
@@ -199,13 +226,17 @@ class Scheduler:
         scheduled.works.append((request, work))
         return count
 
-    def _admit(self, scheduled: Scheduled, budget: int) -> None:
-        if not self._waiting or budget <= 0 or len(self._running) >= self._max_running:
-            return
+    def _may_admit(self) -> bool:
+        """False when none of the waiting can find room now."""
+        if not self._waiting or len(self._running) >= self._max_running:
+            return False
         # Ordering matches all that wait: not again while nothing says that one will fit.
         # With nothing running there is nothing to wait for.
         refused = self._refused_room
-        if self._running and refused is not None and self._room() <= refused:
+        return not self._running or refused is None or self._room() > refused
+
+    def _admit(self, scheduled: Scheduled, budget: int) -> None:
+        if budget <= 0 or not self._may_admit():
             return
         self._refused_room = None
         prefilling = [request for request in self._running if not request.prefilled]
@@ -226,7 +257,7 @@ class Scheduler:
                 self._refused_room = None if prefilling else self._room()
                 return
             self._cache.admit(request)
-            count = self._chunk(request, budget)
+            count = next_chunk(request, budget, self._cache)
             if not self._cache.reserve(request, count):
                 self._cache.release(request)
                 if not self._running:
@@ -246,26 +277,6 @@ class Scheduler:
         page = self._cache.page_size
         promised = sum(page if other.prefilled else other.pending for other in self._running)
         return self._cache.obtainable_tokens() - promised
-
-    def _chunk(self, request: Request, budget: int) -> int:
-        """How many pending tokens of the request run in this step."""
-        if self._cache.deterministic:
-            # Chunks on the page grid: page p is always computed as one chunk that reads the pages
-            # before it in their sealed form, whoever computes it. A page that decode steps filled
-            # is computed once more as such a chunk before it is sealed.
-            page = self._cache.page_size
-            table = request.table
-            assert table is not None
-            if request.written - table.committed >= page:
-                request.written = table.committed
-            start = request.written
-            end = start - start % page + page
-            if request.prompt_len < end and len(request.tokens) <= end:
-                # An open page that decoding fills: after a preemption token by token again.
-                end = max(request.prompt_len, start + 1)
-            return min(request.pending, end - start)
-        count = request.pending
-        return count if count == 1 else min(count, budget)
 
     def _reserve(self, request: Request, count: int) -> bool:
         """Reserves pages, preempting others (see `next_victim`) while there is no room.
@@ -305,23 +316,10 @@ class Scheduler:
         self.statistics.preemptions += 1
 
     def _run(self, works: list[tuple[Request, Work]], decodes: list[Request]) -> None:
-        if not works and not decodes:
-            return
         cache, logits = self._cache, self._runner.logits
-        rows = DecodeRows(
-            [request.held_table for request in decodes],
-            [request.tokens[request.written] for request in decodes],
-            [request.written for request in decodes],
-        )
-        lease = cache.lifecycle.begin_read()
-        try:
-            extends = [work for _, work in works]
-            memory = self._runner.decode_memory
-            batch = build_batch(extends, rows, cache, self._runner.device, self._cohorts, memory)
-            output = self._runner.forward(batch)
-            self.statistics.ran(batch.reads, output.replayed, bool(works))
-        finally:
-            cache.lifecycle.end_read(lease)
+        plain = not works and all(request.prefilled for request in decodes)
+        output = self._launcher.run([work for _, work in works], decode_rows(decodes), plain)
+        self.statistics.idle.end(plain)
         hidden = output.hidden
         last_rows: list[int] = []
         sampling: list[Request] = []
@@ -347,8 +345,6 @@ class Scheduler:
             self._sample(sampling, output.logits(last_rows))
 
     def _sample(self, requests: list[Request], logits: torch.Tensor) -> None:
-        now = time.time()
-        finished: list[TokenOutput] = []
         drawing = [r for r in requests if r.prefilled or r.message.sampling.max_new_tokens > 0]
         if len(drawing) < len(requests):
             drawn = set(drawing)
@@ -357,28 +353,34 @@ class Scheduler:
                 if request not in drawn:
                     request.prefilled = True
                     self._finish(request, FinishReason("length", 0))
-                    finished.append(take_output(request, request.finish))
+                    self._send([take_output(request, request.finish)])
         if drawing:
-            for request, token in zip(drawing, draw_tokens(drawing, logits), strict=True):
-                if token == NO_TOKEN:
-                    self._fail(request, "the model computed values that are no numbers", 500)
-                    continue
-                request.tokens.append(token)
-                request.unsent.append(token)
-                if not request.prefilled:
-                    request.prefilled = True
-                    request.first_token_time = request.first_token_time or now
-                reason = request.stop.check(request.tokens, request.prompt_len)
-                if reason is None and len(request.tokens) >= self._limit:
-                    reason = FinishReason("length", request.output_len)
-                if reason is not None:
-                    self._finish(request, reason)
-                    finished.append(take_output(request, reason))
-                elif len(request.unsent) >= request.interval or request.reply is None:
-                    finished.append(take_output(request, None))
-            self.statistics.generated += len(drawing)
-        if finished:
-            self._send(finished)
+            self._take_tokens(list(zip(drawing, draw_tokens(drawing, logits), strict=True)))
+
+    def _take_tokens(self, sampled: list[tuple[Request, int]]) -> None:
+        """Adds the token sampled for each request, ends those that it ends, and sends."""
+        now = time.time()
+        outputs: list[TokenOutput] = []
+        for request, token in sampled:
+            if token == NO_TOKEN:
+                self._fail(request, "the model computed values that are no numbers", 500)
+                continue
+            request.tokens.append(token)
+            request.unsent.append(token)
+            if not request.prefilled:
+                request.prefilled = True
+                request.first_token_time = request.first_token_time or now
+            reason = request.stop.check(request.tokens, request.prompt_len)
+            if reason is None and len(request.tokens) >= self._limit:
+                reason = FinishReason("length", request.output_len)
+            if reason is not None:
+                self._finish(request, reason)
+                outputs.append(take_output(request, reason))
+            elif len(request.unsent) >= request.interval or request.reply is None:
+                outputs.append(take_output(request, None))
+        self.statistics.generated += len(sampled)
+        if outputs:
+            self._send(outputs)
 
     def _fail(self, request: Request, message: str, status: int = 507) -> None:
         self._finish(request, FinishReason("abort", message=message, status_code=status))

@@ -7,7 +7,10 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from sglang_minima.cache.prefix_cache import PrefixCache
+from sglang_minima.runner.idle import IdleMeter
 from sglang_minima.scheduler.request import Request
 
 if TYPE_CHECKING:
@@ -19,7 +22,7 @@ logger = logging.getLogger(__name__)
 class Statistics:
     """What has happened since the start; read by /server_info and /metrics."""
 
-    def __init__(self, decode_log_interval: int) -> None:
+    def __init__(self, decode_log_interval: int, device: torch.device) -> None:
         self.received = 0
         self.completed = 0
         self.aborted = 0
@@ -41,6 +44,7 @@ class Statistics:
         """Whether a CUDA graph ran the latest step."""
         self.passes: Counter[str] = Counter()
         """Batches by what was in them (a prompt, or only decode rows) and how they were run."""
+        self.idle = IdleMeter(device)
         self._interval = decode_log_interval
         self._decode_steps = 0
         self._interval_started = time.perf_counter()
@@ -155,6 +159,8 @@ class Statistics:
             "kv_read_bytes": self.kv_read_bytes,
             "kv_read_bytes_per_request": self.kv_read_bytes_per_request,
             "passes": dict(self.passes),
+            "gpu_decode_seconds": self.idle.busy_seconds,
+            "gpu_idle_seconds": self.idle.idle_seconds,
         }
 
 
