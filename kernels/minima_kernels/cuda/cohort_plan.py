@@ -24,6 +24,7 @@ from minima_kernels.cuda.plan import (
     Tiles,
     head_blocks,
     rows_per_tile,
+    sorted_unique,
 )
 from minima_kernels.geometry import KVGeometry
 
@@ -171,7 +172,7 @@ def make_cohort_items(
     wanted = (cost_ends[-1] if total else 0.0) * np.arange(1, used) / used
     at = np.searchsorted(cost_ends, wanted, side="right")
     cuts = (page_ends[at] - np.rint((cost_ends[at] - wanted) / cost[at])).astype(np.int64)
-    bounds = np.unique(np.concatenate(([0], page_ends, cuts))).astype(np.int64)
+    bounds = sorted_unique(np.concatenate(([0], page_ends, cuts)))
     begin, end = bounds[:-1], bounds[1:]
     unit = np.searchsorted(page_ends, begin, side="right")
     block = np.searchsorted(cuts, begin, side="right")

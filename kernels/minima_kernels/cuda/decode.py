@@ -93,10 +93,16 @@ class CudaDecode:
         most_slots = None if limits is None else limits.items
         work = Work(table, num_rows, self._group_size, kinds, geometry, most_slots)
         used = work.used_kinds().tolist()
+        cuts: dict[tuple[Format, ...], Cut] = {}
         self._layer_cuts: list[Cut] = []
         for layer in range(geometry.num_layers):
-            grids = {k: self._grid(work, k, kinds[k].formats[layer]) for k in used}
-            self._layer_cuts.append(work.cut(grids))
+            layer_formats = tuple(kinds[k].formats[layer] for k in used)
+            cut = cuts.get(layer_formats)
+            if cut is None:
+                pairs = zip(used, layer_formats, strict=True)
+                cut = work.cut({k: self._grid(work, k, format_) for k, format_ in pairs})
+                cuts[layer_formats] = cut
+            self._layer_cuts.append(cut)
         num_tiles = len(work.tiles.block)
         most_tiles = num_tiles if limits is None else limits.tiles_of(num_rows)
         if num_tiles > most_tiles:

@@ -91,47 +91,64 @@ def make_tiles(
     which are read by cohorts, whose rows are put in tiles in order, only to be prepared.
     """
     per_tile, blocks = rows_per_tile(group_size), head_blocks(group_size)
-    known: dict[tuple[int, ...], int] = {}
+    members = np.empty(0, dtype=np.int64)
     row_tile = np.full(num_rows, -1, dtype=np.int64)
+    row_place = np.zeros(num_rows, dtype=np.int64)
     if is_cohort is not None and is_cohort.any():
         is_reader = np.repeat(is_cohort, table.num_readers)
         members = np.unique(table.readers[is_reader])
-        for first in range(0, len(members), per_tile):
-            known[tuple(members[first : first + per_tile].tolist())] = len(known)
         row_tile[members] = np.arange(len(members)) // per_tile * blocks
-        row_place = np.zeros(num_rows, dtype=np.int64)
         row_place[members] = np.arange(len(members)) % per_tile
-    else:
-        row_place = np.zeros(num_rows, dtype=np.int64)
-    segments: list[int] = []
-    tiles: list[int] = []
-    first_readers: list[int] = []
-    starts = table.reader_start.tolist()
-    all_readers = table.readers.tolist()
-    for segment in range(len(starts) - 1):
-        if is_tiled is not None and not is_tiled[segment]:
-            continue
-        readers = all_readers[starts[segment] : starts[segment + 1]]
-        for first in range(0, len(readers), per_tile):
-            chunk = tuple(readers[first : first + per_tile])
-            tile = known.setdefault(chunk, len(known))
-            segments.append(segment)
-            tiles.append(tile)
-            first_readers.append(first)
-    rows = np.full((len(known), per_tile), -1, dtype=np.int64)
-    for chunk, tile in known.items():
-        rows[tile, : len(chunk)] = chunk
-    reads = np.array([segments, tiles, first_readers], dtype=np.int64).reshape(3, -1)
+    counts = table.num_readers if is_tiled is None else table.num_readers * is_tiled
+    num_chunks = -(-counts // per_tile)
+    segments = np.repeat(np.arange(len(counts)), num_chunks)
+    first_readers = ranges(np.zeros_like(num_chunks), num_chunks) * per_tile
+    chunks = np.concatenate(
+        (
+            _chunks(members, np.arange(0, len(members), per_tile), len(members), per_tile),
+            _chunks(
+                table.readers,
+                table.reader_start[segments] + first_readers,
+                table.reader_start[segments + 1],
+                per_tile,
+            ),
+        )
+    )
+    rows, tiles = _number(chunks)
+    tiles = tiles[len(tiles) - len(segments) :]
     steps = np.arange(blocks)
     return Tiles(
         np.repeat(rows, blocks, axis=0),
-        np.tile(steps, len(known)),
-        np.repeat(reads[0], blocks),
-        (reads[1][:, None] * blocks + steps).ravel(),
-        np.repeat(reads[2], blocks),
+        np.tile(steps, len(rows)),
+        np.repeat(segments, blocks),
+        (tiles[:, None] * blocks + steps).ravel(),
+        np.repeat(first_readers, blocks),
         row_tile,
         row_place,
     )
+
+
+def _chunks(
+    values: Int64Array, starts: Int64Array, ends: Int64Array | int, width: int
+) -> Int64Array:
+    """``[chunks, width]``: values from each start on, -1 from its end on."""
+    places = starts[:, None] + np.arange(width)
+    is_used = places < (ends if isinstance(ends, int) else ends[:, None])
+    return np.where(is_used, values[np.minimum(places, len(values) - 1)], -1)
+
+
+def _number(chunks: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """The different rows of ``chunks`` in order of first appearance, and which one each is."""
+    order = np.lexsort(chunks.T)
+    is_new = np.ones(len(chunks), dtype=np.bool_)
+    is_new[1:] = (chunks[order[1:]] != chunks[order[:-1]]).any(axis=1)
+    first = order[is_new]  # of its kind: the sort is stable
+    rank = np.empty_like(first)
+    by_first = np.argsort(first)
+    rank[by_first] = np.arange(len(first))
+    number = np.empty(len(chunks), dtype=np.int64)
+    number[order] = rank[np.cumsum(is_new) - 1]
+    return chunks[first[by_first]], number
 
 
 def prepare_columns(tiles: Tiles, num_heads: int, group_size: int) -> Int32Array:
@@ -185,7 +202,7 @@ def make_items(
     total = int(ends[-1]) if len(ends) else 0
     used = max(1, min(num_blocks, -(-total // least_pages)))
     cuts = total * np.arange(1, used) // used
-    bounds = np.unique(np.concatenate(([0], ends, cuts))).astype(np.int64)
+    bounds = sorted_unique(np.concatenate(([0], ends, cuts)))
     begin, end = bounds[:-1], bounds[1:]
     unit = np.searchsorted(ends, begin, side="right")
     block = np.searchsorted(cuts, begin, side="right")
@@ -211,6 +228,14 @@ def make_items(
     start = np.full(num_blocks + 1, len(begin), dtype=np.int32)
     start[:used] = np.searchsorted(block, np.arange(used))
     return Items(items, start, tile[unit], head[unit])
+
+
+def sorted_unique(values: Int64Array) -> Int64Array:
+    """The different values in order; for a few thousand, less work than ``numpy.unique``."""
+    values = np.sort(values)
+    is_new = np.ones(len(values), dtype=np.bool_)
+    is_new[1:] = values[1:] != values[:-1]
+    return values[is_new]
 
 
 def tile_partials(items: Items, tiles: Tiles, num_heads: int, group_size: int) -> Partials:

@@ -171,7 +171,7 @@ class Work:
 
     def used_kinds(self) -> Int64Array:
         """Indices of the kinds that the plan reads."""
-        return np.unique(self._table.kind_index)
+        return np.flatnonzero(np.bincount(self._table.kind_index))
 
 
 def cohort_rule(kind: PageKind) -> CohortRule | None:

@@ -18,9 +18,10 @@ class _Step(NamedTuple):
 class IdleMeter:
     """Compares two events of the stream: the end of one decode step and the begin of the next.
 
-    A step begins where its model begins: its tables are copied to the device before that, pages
-    may be converted, and both count as idle. So do gaps in which the GPU waits for the host; it
-    runs from one event to the next without a gap where the host was in time. Does nothing on
+    A step begins where its model begins. What comes before that counts as idle: the GPU waits for
+    the host, the tables of the step are copied, pages may be converted. Where the host is in time
+    only the latter two are left. What a step waits for within (the launch of a graph on a GPU that
+    has nothing else to do, of kernel after kernel without graphs) counts as busy. Does nothing on
     other devices.
     """
 
@@ -29,6 +30,8 @@ class IdleMeter:
         self._before: torch.cuda.Event | None = None
         self._begin: torch.cuda.Event | None = None
         self._steps: deque[_Step] = deque()
+        self.steps = 0
+        """Decode steps measured."""
         self.busy_seconds = 0.0
         """In decode steps that followed others."""
         self.idle_seconds = 0.0
@@ -60,6 +63,7 @@ class IdleMeter:
         while self._steps and self._steps[0].end.query():  # type: ignore[no-untyped-call]
             step = self._steps.popleft()
             if step.before is not None:
+                self.steps += 1
                 self.idle_seconds += step.before.elapsed_time(step.begin) / 1000
                 self.busy_seconds += step.begin.elapsed_time(step.end) / 1000
 

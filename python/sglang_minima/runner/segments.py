@@ -51,7 +51,10 @@ class Cohorts:
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
-        self.readers: list[list[int]] = []
+        self.num_readers: _Int64Array = np.empty(0, dtype=np.int64)
+        """Readers of each node."""
+        self.readers: _Int64Array = np.empty(0, dtype=np.int64)
+        """Those of one node after the other."""
         self._ends: list[Node | None] = []
         self._splits = -1
 
@@ -69,7 +72,9 @@ class Cohorts:
                     sharing[node] = [reader]
                 node = node.parent
         self.nodes = sorted(sharing, key=_start)
-        self.readers = [sharing[node] for node in self.nodes]
+        readers = [sharing[node] for node in self.nodes]
+        self.num_readers = np.array([len(one) for one in readers], dtype=np.int64)
+        self.readers = np.array([reader for one in readers for reader in one], dtype=np.int64)
         self._ends, self._splits = ends, splits
 
 
@@ -113,17 +118,14 @@ def build_segments(
         parts.append(len(cut.kinds))
     last_page_len = [page_size] * len(kinds)
     own = array("q")
-    own_readers: list[list[int]] = []
+    own_readers: list[int] = []
     for reader, (table, length) in enumerate(zip(tables, lengths, strict=True)):
         full, tail = divmod(length, page_size)
         pages = table.pages[table.bound_pages if shares else 0 : full + 1 if tail else full]
         if not pages:
             continue
         if shares:
-            # What is not bound to the tree is still written: Recent pages, the first of the kinds.
             num_pages.append(len(pages))
-            kinds.append(0)
-            parts.append(1)
             own += pages
         else:
             cut = _cut(pages, cache)
@@ -133,11 +135,14 @@ def build_segments(
             last_page_len += [page_size] * (len(cut.kinds) - 1)
             addresses.append(cut.addresses)
         last_page_len.append(tail or page_size)
-        own_readers.append([reader])
+        own_readers.append(reader)
+    if shares:
+        # What is not bound to the tree is still written: Recent pages, the first of the kinds.
+        kinds += [0] * len(own_readers)
+        parts += [1] * len(own_readers)
     addresses.append(np.array(own, dtype=np.int64))
-    run_readers = cohorts.readers + own_readers
-    counts = np.array([len(one) for one in run_readers], dtype=np.int64)
-    readers = np.array([reader for one in run_readers for reader in one], dtype=np.int64)
+    counts = np.concatenate((cohorts.num_readers, np.ones(len(own_readers), dtype=np.int64)))
+    readers = np.concatenate((cohorts.readers, np.array(own_readers, dtype=np.int64)))
     reader_start = offsets(counts)
     if len(kinds) > len(parts):  # a run of several kinds: its readers read every part
         run = np.repeat(np.arange(len(parts)), parts)
