@@ -194,6 +194,8 @@ class FakeScheduler:
                 "last_gen_throughput": 12.5,
                 "kv_read_bytes": 1000,
                 "kv_read_bytes_per_request": 3000,
+                "gpu_decode_seconds": 12.5,
+                "gpu_idle_seconds": 0.5,
                 "passes": {"prefill_none": 2, "decode_cuda_graph": 5},
             },
             "grammars": {"followed": 4, "found": 3, "compilations": durations()},

@@ -124,6 +124,8 @@ def test_values_of_the_scheduler(fake: RunningServer) -> None:
     assert value(values, "minima:sealed_pages_total") == 5
     assert value(values, "minima:kv_read_bytes_total") == 1000
     assert value(values, "minima:kv_read_bytes_per_request_total") == 3000
+    assert value(values, "minima:gpu_decode_seconds_total") == 12.5
+    assert value(values, "minima:gpu_idle_seconds_total") == 0.5
     route = {"operation": "decode", "route": "torch", "reason": ""}
     assert value(values, "minima:route_uses_total", **route) == 9
 

@@ -207,6 +207,14 @@ _MINIMA_COUNTERS = {
         "KV bytes that attention would have read had every request read its own",
         _statistic("kv_read_bytes_per_request"),
     ),
+    "gpu_decode_seconds": Family(
+        "Time that a GPU took for decode steps right behind others (0 on a CPU)",
+        _statistic("gpu_decode_seconds"),
+    ),
+    "gpu_idle_seconds": Family(
+        "Time between those steps: waiting for the host, copies of tables, conversions",
+        _statistic("gpu_idle_seconds"),
+    ),
     "retiered_pages": Family(
         "Published conversions of pages (the same kind: moves)", _retiered, ("source", "target")
     ),

@@ -3,7 +3,8 @@
     receive -> match -> admit (memory, budget) -> form one batch (a chunk of extend rows + decode
     rows) -> run -> commit and seal (share) -> sample -> finish -> retier a bounded number of pages
 
-Nothing in a step costs time in proportion to the number of cached prefixes.
+Nothing in a step costs time in proportion to the number of cached prefixes. On a GPU a decode step
+runs while the host deals with the tokens of the one before (see `Overlap`).
 """
 
 from __future__ import annotations
