@@ -70,35 +70,29 @@ __device__ __forceinline__ void feed(const uint8_t* share, int codes, int k_scal
       prefetch<HEAD_CODES>(source(place + AHEAD) + codes + head * HEAD_CODES);
     return true;
   };
-  auto load_scale = [&](int n, const uint8_t* page) {
+  auto load = [&](int n) {
+    const uint8_t* page = source(place);
     if (has_scales) scale[n] = load_word(page + (warp == 0 ? k_scales : v_scales) + head * HEAD_SCALES + lane * 4);
-  };
-  auto load_piece = [&](int n, const uint8_t* page, int i) {
-    load_words<4>(page + own + head * HEAD_CODES + i / ACROSS * 8 * HEAD_DIM + i % ACROSS * 64, x[n][i]);
+    page += own + head * HEAD_CODES;
+#pragma unroll
+    for (int i = 0; i < PIECES; i++) load_words<4>(page + i / ACROSS * 8 * HEAD_DIM + i % ACROSS * 64, x[n][i]);
   };
 #pragma unroll
   for (int n = 0; n < BATCH; n++) {
     if (!advance(n)) break;
-    const uint8_t* page = source(place);
-    load_scale(n, page);
-#pragma unroll
-    for (int i = 0; i < PIECES; i++) load_piece(n, page, i);
+    load(n);
     held++;
   }
   while (held > 0) {
 #pragma unroll
     for (int n = 0; n < BATCH; n++) {
       if (held == 0) break;
-      const bool is_first = begins >> n & 1;
-      if (!advance(n)) held--;  // and any page is loaded
-      const uint8_t* page = source(place);
       barrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
       if (has_scales) {
         float2 f = unpack_half2(scale[n]);
-        load_scale(n, page);
         if (warp == 1) {
           // The unit of V scales is a power of two, raised when a page's largest would pass HEADROOM units.
-          if (is_first) shared.running_unit = 0.f;
+          if (begins >> n & 1) shared.running_unit = 0.f;
           use_unit(f, &shared.running_unit, &shared.v_unit[ring.stage], lane);
         }
         // Tokens 8 i + 2 j + e with lane = 4 i + j: a consumer reads those of its columns at once.
@@ -107,19 +101,20 @@ __device__ __forceinline__ void feed(const uint8_t* share, int codes, int k_scal
       }
       const uint32_t at = to + ring.stage * TILE;
 #pragma unroll
-      for (int i = 0; i < PIECES; i++) {
+      for (int i = 0; i < PIECES; i++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
           const uint32_t a = x[n][i][2 * half], b = x[n][i][2 * half + 1];
           store16(at + i % ACROSS * 8 * CHANNEL_STRIDE + i / ACROSS * TOKEN_STRIDE + half * CHANNEL_STRIDE,
                   halves_of_e4m3(a), halves_of_e4m3(a >> 16), halves_of_e4m3(b), halves_of_e4m3(b >> 16));
         }
-        load_piece(n, page, i);
-      }
       publish_shared();
       __syncwarp();
       if (lane == 0) arrive(full + 8 * ring.stage, 1);
       ring.advance(1);
+      // Now that its registers are free for all that it takes to find the next page.
+      if (advance(n)) load(n);
+      else held--;
     }
   }
 }
