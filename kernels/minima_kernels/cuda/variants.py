@@ -47,7 +47,11 @@ WARPS = 4
 # owns rows and of one that unpacks. Twice both must not exceed four times the 128 a thread starts
 # with, or a block waits for registers for ever.
 _COHORT = {64: (6, 6, 192, 64), 128: (6, 6, 192, 64), 256: (3, 3, 216, 40)}
-_COHORT_FP8 = {64: (6, 6, 176, 80), 128: (6, 6, 176, 80), 256: (3, 2, 208, 48)}
+# Over FP8 pages also: pages held in registers, and whether the next page's scores are made early;
+# both take registers.
+_COHORT_FP8 = {
+    64: (6, 6, 176, 80, 4, 1), 128: (6, 6, 184, 72, 2, 0), 256: (2, 3, 208, 48, 1, 0),
+}  # fmt: skip
 _COHORT_THREADS = 512
 
 _RETIER_THREADS = 256
@@ -124,12 +128,10 @@ def has_cohorts(format_: Format) -> bool:
 @cache
 def cohort_variant(format_: Format, geometry: KVGeometry, query_bits: int) -> Variant:
     """The attention kernel for pages of a format with ``has_cohorts`` that many rows read."""
-    shape = (_COHORT if isinstance(format_, TQ) else _COHORT_FP8)[geometry.head_dim]
-    names = "K_STAGES", "V_STAGES", "ROW_REGISTERS", "FEED_REGISTERS"
-    macros: dict[str, int | str] = {
-        "HEAD_DIM": geometry.head_dim,
-        **dict(zip(names, shape, strict=True)),
-    }
+    dim = geometry.head_dim
+    shape: tuple[int, ...] = _COHORT[dim] if isinstance(format_, TQ) else _COHORT_FP8[dim]
+    names = "K_STAGES", "V_STAGES", "ROW_REGISTERS", "FEED_REGISTERS", "HELD", "EARLY"
+    macros: dict[str, int | str] = {"HEAD_DIM": dim, **dict(zip(names, shape, strict=False))}
     if not isinstance(format_, TQ):
         return Variant("cohort_fp8.cu", tuple(macros.items()), (_COHORT_THREADS, 1), True)
     macros |= {

@@ -6,7 +6,8 @@
 // of them pages are brought to the cache. The order of rows is kept: a core matrix is 8 tokens with 8 channels each,
 // which K reads along the channels and V along the tokens. Warpgroups 2 and 3 own a block of rows each, or alternate
 // pages of the only block.
-// Macros: HEAD_DIM, K_STAGES, V_STAGES, ROW_REGISTERS, FEED_REGISTERS.
+// Macros: HEAD_DIM, K_STAGES, V_STAGES, ROW_REGISTERS, FEED_REGISTERS, HELD (pages that a warpgroup holds in
+// registers), EARLY (whether the next page's scores are made while those of a page become weights).
 #include <stddef.h>
 
 #include "cohort.cuh"
@@ -17,15 +18,16 @@ constexpr int K_STEPS = HEAD_DIM / 16;
 constexpr int TOKEN_STRIDE = 128, CHANNEL_STRIDE = 1024;  // bytes from one core matrix to the next
 constexpr int TILE = 2 * PAGE * HEAD_DIM, Q_TILE = 2 * ROWS * HEAD_DIM;
 constexpr int ACROSS = HEAD_DIM / 64, PIECES = 2 * ACROSS;  // 64-byte runs of a row; 16-byte pieces of a lane and page
-constexpr int BATCH = 256 / HEAD_DIM;  // pages that a lane holds at once
-constexpr int AHEAD = 4 * BATCH;       // pages on their way to the cache before they are loaded
+constexpr int AHEAD = 4 * HELD;       // pages on their way to the cache before they are loaded
 constexpr bool Q_SHARED = HEAD_DIM == 256;  // no registers are left for the queries
+// Sets of scales: a tile is given back before the scales beside it are used, one or two pages later.
+constexpr int SCALE_SETS = K_STAGES + 2;
 constexpr int SHARED = (K_STAGES + V_STAGES) * TILE + Q_SHARED * CONSUMERS * Q_TILE;
 
 struct Shared {
   uint64_t k_full[K_STAGES], k_empty[K_STAGES], v_full[V_STAGES], v_empty[V_STAGES];
-  alignas(16) float scales[K_STAGES][2][SCALE_SET];  // of K and V
-  float v_unit[K_STAGES], running_unit;
+  alignas(16) float scales[SCALE_SETS][2][SCALE_SET];  // of K and V
+  float v_unit[SCALE_SETS], running_unit;
 };
 
 static_assert(offsetof(Shared, k_full) % 8 == 0 && alignof(Shared) >= 16, "barriers");
@@ -47,10 +49,11 @@ __device__ __forceinline__ void feed(const uint8_t* share, int codes, int k_scal
   const uint32_t to = tiles + piece * 2 * CHANNEL_STRIDE + token * 16;
   const bool has_scales = IS_K && warp < 2;
   Ring<STAGES> ring;
+  Ring<SCALE_SETS> sets;
   // Items from `index` on are to come; the last page loaded is at `place` of the list of pages.
   int index = load_int(item_start + blockIdx.x), place = 0, last = 0, head = 0;
   int held = 0, begins = 0;  // pages in registers; a bit for each that is the first of an item
-  uint32_t x[BATCH][PIECES][4], scale[BATCH];
+  uint32_t x[HELD][PIECES][4], scale[HELD];
   auto source = [&](int at) { return share + (size_t)load_int(pages + at) * GRANULE; };
   // To the next page, which comes to place `n` of the registers; false behind the last.
   auto advance = [&](int n) {
@@ -78,14 +81,14 @@ __device__ __forceinline__ void feed(const uint8_t* share, int codes, int k_scal
     for (int i = 0; i < PIECES; i++) load_words<4>(page + i / ACROSS * 8 * HEAD_DIM + i % ACROSS * 64, x[n][i]);
   };
 #pragma unroll
-  for (int n = 0; n < BATCH; n++) {
+  for (int n = 0; n < HELD; n++) {
     if (!advance(n)) break;
     load(n);
     held++;
   }
   while (held > 0) {
 #pragma unroll
-    for (int n = 0; n < BATCH; n++) {
+    for (int n = 0; n < HELD; n++) {
       if (held == 0) break;
       barrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
       if (has_scales) {
@@ -93,11 +96,12 @@ __device__ __forceinline__ void feed(const uint8_t* share, int codes, int k_scal
         if (warp == 1) {
           // The unit of V scales is a power of two, raised when a page's largest would pass HEADROOM units.
           if (begins >> n & 1) shared.running_unit = 0.f;
-          use_unit(f, &shared.running_unit, &shared.v_unit[ring.stage], lane);
+          use_unit(f, &shared.running_unit, &shared.v_unit[sets.stage], lane);
         }
         // Tokens 8 i + 2 j + e with lane = 4 i + j: a consumer reads those of its columns at once.
-        float* row = &shared.scales[ring.stage][warp][(lane & 3) * SCALE_ROW + (lane >> 2) * 2];
+        float* row = &shared.scales[sets.stage][warp][(lane & 3) * SCALE_ROW + (lane >> 2) * 2];
         row[0] = f.x, row[1] = f.y;
+        sets.advance(1);
       }
       const uint32_t at = to + ring.stage * TILE;
 #pragma unroll
@@ -208,50 +212,62 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, int v_
     BlockRows run;
     int p = blocks == 2 ? 0 : me;
     Ring<K_STAGES> k_ring{(passed + p) % K_STAGES, (uint32_t)(passed + p) / K_STAGES & 1};
+    Ring<SCALE_SETS> sets{(passed + p) % SCALE_SETS};
     Ring<V_STAGES> v_ring{(passed + p) % V_STAGES, (uint32_t)(passed + p) / V_STAGES & 1};
     passed += count;
-    float s[32];
+    float S[32];
     // Scores of the page in this stage; a page behind the last one gives some that are not used.
     auto score = [&](int stage) {
       const uint64_t tile = keys + (uint64_t)(stage * TILE >> 4);
       constexpr uint64_t ALONG = 2 * CHANNEL_STRIDE >> 4;
       wgmma_fence();
-      if constexpr (Q_SHARED) wgmma_f16_n64<false>(s, queries, tile);
-      else wgmma_f16<64, false, false>(s, q[0], tile);
+      if constexpr (Q_SHARED) wgmma_f16_n64<false>(S, queries, tile);
+      else wgmma_f16<64, false, false>(S, q[0], tile);
 #pragma unroll
       for (int k = 1; k < K_STEPS; k++) {
-        if constexpr (Q_SHARED) wgmma_f16_n64<true>(s, queries + k * ALONG, tile + k * ALONG);
-        else wgmma_f16<64>(s, q[k], tile + k * ALONG);
+        if constexpr (Q_SHARED) wgmma_f16_n64<true>(S, queries + k * ALONG, tile + k * ALONG);
+        else wgmma_f16<64>(S, q[k], tile + k * ALONG);
       }
       wgmma_commit();
+    };
+    auto score_next = [&] {
+      k_ring.advance(step);
+      if (p + step < count) barrier_wait(k_full + 8 * k_ring.stage, k_ring.phase);
+      score(k_ring.stage);
+    };
+    // A tile of keys is given back once its scores are there.
+    auto give_back = [&](int page) {
+      if (lane == 0 && page < count) arrive(k_empty + 8 * k_ring.stage, step);
     };
     if (p < count) barrier_wait(k_full + 8 * k_ring.stage, k_ring.phase);
     score(k_ring.stage);
     wgmma_wait<0>();
+    give_back(p);
     int v_stage = -1;  // whose product runs
     for (; p < count; p += step) {
-      const uint32_t page_scales = scales + k_ring.stage * (2 * SCALE_SET * 4);
-      const float page_unit = shared.v_unit[k_ring.stage];
-      float x0 = NO_SCORE, x1 = NO_SCORE;
+      const uint32_t page_scales = scales + sets.stage * (2 * SCALE_SET * 4);
+      const float page_unit = shared.v_unit[sets.stage];
+      float s[32], x0 = NO_SCORE, x1 = NO_SCORE;
 #pragma unroll
       for (int u = 0; u < 4; u++) {
         const float4 k_scale = load_floats(page_scales + u * 16);
 #pragma unroll
         for (int x = 0; x < 8; x++) {
-          const float t = s[u * 8 + x] * scale_of(k_scale, x);
+          const float t = S[u * 8 + x] * scale_of(k_scale, x);
           s[u * 8 + x] = x & 2 ? fmaf(t, scale[1], -run.m1) : fmaf(t, scale[0], -run.m0);
           if (x & 2) x1 = fmaxf(x1, s[u * 8 + x]); else x0 = fmaxf(x0, s[u * 8 + x]);
         }
       }
+      if constexpr (EARLY) score_next();  // runs under this page's softmax
       const Weighed now = weigh(run, s, x0, x1, page_unit);
       scale_weights(s, page_scales + SCALE_SET * 4);
       if (MASS)
         write_row_mass(mass, load_cohort(items, index), p, block, now.sum0, now.sum1, run, scale, num_heads, group, warp,
                        lane);
-      __syncwarp();
-      if (lane == 0) arrive(k_empty + 8 * k_ring.stage, step);
+      sets.advance(step);
       wgmma_wait<0>();
       if (lane == 0 && v_stage >= 0) arrive(v_empty + 8 * v_stage, step);
+      if constexpr (EARLY) give_back(p + step);
       if (now.moves) {
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 8; i++)
@@ -261,9 +277,7 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, int v_
 #pragma unroll
       for (int i = 0; i < 16; i++) P[i] = pack_half2(s[2 * i], s[2 * i + 1]);
       v_stage = v_ring.stage;
-      k_ring.advance(step);
-      if (p + step < count) barrier_wait(k_full + 8 * k_ring.stage, k_ring.phase);
-      score(k_ring.stage);
+      if constexpr (!EARLY) score_next();
       barrier_wait(v_full + 8 * v_stage, v_ring.phase);
       v_ring.advance(step);
       wgmma_fence();
@@ -271,7 +285,10 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, int v_
       for (int k = 0; k < 4; k++)
         wgmma_f16<HEAD_DIM, true>(O, P + 4 * k, values + (uint64_t)((v_stage * TILE + k * 2 * TOKEN_STRIDE) >> 4));
       wgmma_commit();
-      wgmma_wait<1>();  // the product with V runs under the next page's softmax
+      if constexpr (!EARLY) {
+        wgmma_wait<1>();  // the product with V runs under the next page's softmax
+        give_back(p + step);
+      }
     }
     wgmma_wait<0>();
     if (lane == 0 && v_stage >= 0) arrive(v_empty + 8 * v_stage, step);
