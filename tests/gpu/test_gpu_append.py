@@ -2,68 +2,25 @@
 
 from __future__ import annotations
 
+import gpu_pages  # noqa: F401  (its folder of cases)
 import pytest
 import torch
+from append_cases import check_append
 
-from minima_kernels import (
-    GRANULE,
-    KVGeometry,
-    PageKind,
-    Rotation,
-    append_tokens,
-    parse_format,
-    read_page,
-)
+from minima_kernels import KVGeometry, parse_format
 from minima_kernels.cuda.append import CudaAppend
+from minima_kernels.cuda.native_append import NativeAppend
+from minima_kernels.cuda.route import append_reason
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
-def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    wide = x.float()
-    return wide * cos + wide.roll(x.shape[-1] // 2, dims=-1) * sin
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("name", ["fp8", "bf16", "f16"])
-def test_equals_torch(name: str, dim: int, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    geometry = KVGeometry(2, 3, dim, 64)
-    kind = PageKind.uniform(name, parse_format(name), 2)
-    granules = kind.granules(geometry)
-    rotation = Rotation(dim, device="cuda")
-    arenas = [torch.full((4 * granules * GRANULE,), 255, dtype=torch.uint8, device="cuda")
-              for _ in range(2)]  # fmt: skip
-    num_rows = 7
-    heads = torch.randn(num_rows, 12 + 6, dim, device="cuda", dtype=dtype)
-    q, k, v = heads.split((12, 3, 3), dim=1)
-    angles = torch.rand(num_rows, 1, dim // 2, device="cuda") * 6
-    cos, sin = angles.cos(), angles.sin()
-    cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
-    page_bytes = torch.tensor([0, 1, 1, 3, 3, 2, -1], device="cuda") * granules * GRANULE
-    page_bytes[-1] = -1
-    slots = torch.tensor([0, 63, 5, 1, 2, 17, 0], device="cuda")
-    new_q, new_k = CudaAppend(kind, geometry, rotation, arenas[0].device).run(
-        1, q, k, v, cos, sin, arenas[0], page_bytes, slots, 4
-    )
-    turned = rope(k, cos, sin)
-    exact = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
-    assert torch.allclose(new_q.float(), rope(q, cos, sin), atol=exact, rtol=exact)
-    assert torch.allclose(new_k.float(), turned[:4], atol=exact, rtol=exact)
-    stored = slice(0, num_rows - 1)
-    append_tokens(
-        kind, 1, arenas[1], page_bytes[stored], slots[stored],
-        rotation.forward(turned[stored]), rotation.forward(v[stored]), geometry,
-    )  # fmt: skip
-    for page, slot in zip((0, 1, 1, 3, 3, 2), slots.tolist(), strict=False):
-        for own, expected in zip(
-            read_page(arenas[0], page * granules, kind, 1, geometry),
-            read_page(arenas[1], page * granules, kind, 1, geometry),
-            strict=True,
-        ):
-            # A value on the border of two codes may fall to the other side.
-            error = (own[slot] - expected[slot]).norm() / expected[slot].norm()
-            assert error < 4e-3
-    # Nothing else was written, above all nothing of the row without a page.
-    differing = (arenas[0] != 255) != (arenas[1] != 255)
-    assert differing.float().mean() < 1e-3
-    assert bool((arenas[0][: kind.layer_offset(1, geometry)] == 255).all())
+@pytest.mark.parametrize("append", [CudaAppend, NativeAppend])
+def test_equals_torch(append: type[CudaAppend], name: str, dim: int, dtype: torch.dtype) -> None:
+    reason = append_reason(parse_format(name), KVGeometry(1, 1, dim, 64), dtype)
+    if append is CudaAppend and reason is not None:
+        pytest.skip(reason)
+    check_append(append, name, dim, dtype, torch.device("cuda", 0))

@@ -29,6 +29,7 @@ _BOUNDS = r"__launch_bounds__\([^)]*(?:\([^)]*\))?\)"
 _KERNEL = re.compile(
     rf'(?:^KERNEL\((\w+),|extern "C" __global__ void {_BOUNDS}\s*(\w+)\()', re.MULTILINE
 )
+_INCLUDE = re.compile(r"^#include <tl_templates/.*$", re.MULTILINE)
 
 
 @cache
@@ -47,17 +48,36 @@ def skip_unless_possible() -> None:
 
 
 @cache
-def _text(source: str) -> str:
-    paths = [_NATIVE / source, *sorted(_NATIVE.glob("*.cuh")), *sorted(_FOLDER.iterdir())]
+def _text(path: Path) -> str:
+    paths = [path, *sorted(_NATIVE.glob("*.cuh")), *sorted(_FOLDER.iterdir())]
     return "".join(path.read_text() for path in paths)
+
+
+def _source(variant: Variant) -> Path:
+    """The CUDA source; of a kernel in TileLang it is generated, and has our headers."""
+    if not variant.source.endswith(".py"):
+        return _NATIVE / variant.source
+    if compiler.find_tilelang() is None:
+        pytest.skip(f"the emulation of {variant.source} needs TileLang {compiler.TILELANG}")
+    arguments = dict(variant.macros)
+    cubin = compiler.kernel_path(variant.source, arguments)
+    target = cubin.parents[1] / "emulated" / cubin.with_suffix(".cu").name
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        made = target.with_suffix(f".{os.getpid()}")
+        text = compiler.generate(variant.source, arguments)
+        made.write_text('#include "emulated_tilelang.h"\n' + _INCLUDE.sub("", text))
+        made.replace(target)
+    return target
 
 
 @cache
 def _library(variant: Variant) -> ctypes.CDLL:
-    names = [a or b for a, b in _KERNEL.findall((_NATIVE / variant.source).read_text())]
-    defines = [f"-D{name}={value}" for name, value in variant.macros]
-    defines += [f'-DSOURCE="{variant.source}"', "-DKERNELS=" + " ".join(f"X({n})" for n in names)]
-    digest = hashlib.sha256("\0".join([_text(variant.source), *defines]).encode()).hexdigest()
+    source = _source(variant)
+    names = [a or b for a, b in _KERNEL.findall(source.read_text())]
+    defines = [] if source.parent != _NATIVE else [f"-D{n}={value}" for n, value in variant.macros]
+    defines += [f'-DSOURCE="{source.name}"', "-DKERNELS=" + " ".join(f"X({n})" for n in names)]
+    digest = hashlib.sha256("\0".join([_text(source), *defines]).encode()).hexdigest()
     target = compiler.cache_folder().parent / "emulated" / f"{digest[:20]}.so"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -65,7 +85,8 @@ def _library(variant: Variant) -> ctypes.CDLL:
         # Every library has an emulator of its own; sums are rounded as written.
         options = ["-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-w"]
         options += ["-fno-gnu-unique", "-Wl,-Bsymbolic", "-ffp-contract=off"]
-        options += [f"-I{folder}" for folder in (_FOLDER, _NATIVE, _include())]
+        options += ["-fno-strict-aliasing"]  # values are moved as words of other types
+        options += [f"-I{folder}" for folder in (_FOLDER, source.parent, _include())]
         command = ["g++", *options, *defines, str(_FOLDER / "run.cpp"), "-o", str(made)]
         result = subprocess.run(command, capture_output=True, text=True)
         assert not result.returncode, result.stderr

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import torch
+
 from minima_kernels.cuda.order import HEAD_DIMS, PAGE_SIZE
 from minima_kernels.cuda.variants import (
     MERGE_SPLITS,
@@ -35,15 +37,16 @@ def variants(
     formats: Iterable[str] = FORMATS,
     head_dims: Iterable[int] = HEAD_DIMS,
     query_bits: Iterable[int] = (15,),
+    dtypes: Iterable[torch.dtype] = (torch.bfloat16,),
 ) -> list[Variant]:
-    """All kernels that decode and extend over pages of these formats need, and those that seal
-    appendable pages, compress them and promote them back.
+    """All kernels that decode and extend over pages of these formats need, and those that append
+    rows of these dtypes, seal appendable pages, compress them and promote them back.
 
     Raises:
         ValueError: a format or head dim that the kernels do not take.
     """
     found: dict[Variant, None] = {}
-    bits, formats = tuple(query_bits), tuple(formats)
+    bits, formats, rows = tuple(query_bits), tuple(formats), tuple(dtypes)
     for dim in head_dims:
         geometry = KVGeometry(1, 1, dim, PAGE_SIZE)
         for name in formats:
@@ -52,7 +55,7 @@ def variants(
                 raise ValueError(f"no kernels for {reason}")
             found |= {decode_variant(format_, geometry, count): None for count in bits}
             if format_.appendable:
-                found |= {append_variant(format_, geometry): None}
+                found |= {append_variant(format_, geometry, dtype): None for dtype in rows}
             if has_cohorts(format_):
                 found |= {cohort_variant(format_, geometry, count): None for count in bits}
         found |= dict.fromkeys(_conversions([parse_format(name) for name in formats], geometry))

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
-from minima_kernels.cuda.compiler import find_nvcc
-from minima_kernels.cuda.variants import MAX_GROUP, unsupported
+from minima_kernels.cuda.compiler import TILELANG, find_nvcc, find_tilelang
+from minima_kernels.cuda.variants import MAX_GROUP, append_variant, unsupported
 from minima_kernels.formats import BF16, F16, Format
 from minima_kernels.geometry import KVGeometry
 
@@ -30,6 +30,14 @@ def decode_reason(
     if BF16 in used and F16 in used:
         return "BF16 and F16 pages together"
     return unsupported(used, geometry) or None
+
+
+def append_reason(format_: Format, geometry: KVGeometry, dtype: torch.dtype) -> str | None:
+    """Why rows of a dtype cannot be appended by the kernel that ``decode_reason`` lets through;
+    ``None`` if they can."""
+    if find_tilelang() or append_variant(format_, geometry, dtype).is_compiled:
+        return None
+    return f"no TileLang {TILELANG}"
 
 
 def group_reason(group_size: int) -> str | None:

@@ -1,4 +1,4 @@
-"""Which kernel serves which format and geometry, and the macros it is compiled with.
+"""Which kernel serves which format and geometry, and what it is compiled with.
 
 The decode kernels are CUDA C++, not TileLang: they are chained by programmatic dependent launch,
 each warp runs a pipeline of its own past barriers that TileLang's synchronisation pass would have
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from minima_kernels.codebook import codebook, lloyd_max
-from minima_kernels.cuda.compiler import compile_kernel
+from minima_kernels.cuda.compiler import compile_kernel, kernel_path
 from minima_kernels.cuda.driver import Function, load_function
 from minima_kernels.cuda.order import CODE_BITS, HEAD_DIMS, PAGE_SIZE, supports
 from minima_kernels.formats import BF16, F16, FP8, TQ, Format
@@ -23,6 +23,8 @@ from minima_kernels.geometry import KVGeometry
 
 _ROW_FORMATS: dict[Format, int] = {FP8: 0, F16: 1, BF16: 2}
 _TQ_FORMAT = 3
+_PAGE_DTYPES: dict[Format, str] = {FP8: "float8_e4m3", F16: "float16", BF16: "bfloat16"}
+_DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """Dtypes of queries, keys and values, and what the kernels call them."""
@@ -55,6 +57,7 @@ _COHORT_FP8 = {
 _COHORT_THREADS = 512
 
 _RETIER_THREADS = 256
+APPEND_THREADS = 256
 
 MERGE_SPLITS = 4, 16
 """Groups of threads of a merge: where there are many heads to merge, and where there are few."""
@@ -62,7 +65,7 @@ MERGE_SPLITS = 4, 16
 
 @dataclass(frozen=True)
 class Variant:
-    """A source with its macros."""
+    """A source with its macros, or with its arguments where it is TileLang."""
 
     source: str
     macros: tuple[tuple[str, int | str], ...]
@@ -72,6 +75,11 @@ class Variant:
     def compile(self) -> Path:
         """The cubin; see ``compile_kernel``."""
         return compile_kernel(self.source, dict(self.macros))
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the cubin is there already."""
+        return kernel_path(self.source, dict(self.macros)).exists()
 
     def load(self, name: str, device: torch.device) -> Function:
         """Kernel ``name`` on a device."""
@@ -173,8 +181,25 @@ def prepare_variant(geometry: KVGeometry) -> Variant:
     return Variant("prepare.cu", (("HEAD_DIM", geometry.head_dim),), (256, 1), False)
 
 
-def append_variant(format_: Format, geometry: KVGeometry) -> Variant:
-    """The kernel that stores new rows in pages of a row format."""
+@cache
+def append_variant(
+    format_: Format, geometry: KVGeometry, dtype: torch.dtype, is_signed: bool = False
+) -> Variant:
+    """The kernel that stores new rows of a dtype in pages of a row format.
+
+    ``is_signed``: the rotation has signs.
+    """
+    arguments: dict[str, int | str] = {
+        "head_dim": geometry.head_dim,
+        "page_dtype": _PAGE_DTYPES[format_],
+        "dtype": _DTYPE_NAMES[dtype],
+        "is_signed": int(is_signed),
+    }
+    return Variant("append.py", tuple(arguments.items()), (APPEND_THREADS, 1), False)
+
+
+def native_append_variant(format_: Format, geometry: KVGeometry) -> Variant:
+    """The same in CUDA C++."""
     macros = (("HEAD_DIM", geometry.head_dim), ("FORMAT", _ROW_FORMATS[format_]))
     return Variant("append.cu", macros, (256, 1), False)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from minima_kernels import KVGeometry, Rotation
-from minima_kernels.cuda.route import decode_reason, group_reason
+from minima_kernels.cuda.route import append_reason, decode_reason, group_reason
 from sglang_minima.cache.arena import KVArena
 from sglang_minima.models.config import ModelConfig
 from sglang_minima.models.loader import load_model
@@ -162,8 +162,12 @@ class ModelRunner:
         if self.device.type != "cuda":
             return "no CUDA device"
         formats = {format_ for kind in arena.profile.kinds for format_ in kind.formats}
-        reason = decode_reason(formats, arena.geometry, self.device)
-        return reason or group_reason(self.config.num_heads // self.config.num_kv_heads)
+        geometry, recent = arena.geometry, arena.profile.recent
+        return (
+            decode_reason(formats, geometry, self.device)
+            or group_reason(self.config.num_heads // self.config.num_kv_heads)
+            or append_reason(recent.formats[0], geometry, self.dtype)
+        )
 
     def capture_graphs(self, most_rows: int) -> None:
         """Captures decode steps of up to so many sequences, where the kernels allow it."""

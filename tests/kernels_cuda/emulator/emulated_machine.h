@@ -55,7 +55,7 @@ inline T __shfl_sync(unsigned, T value, int lane) {
   return bits_as<T>(emulator::exchange(bits_as<uint32_t>(value), "__shfl_sync")[lane & 31]);
 }
 template <typename T>
-inline T __shfl_xor_sync(unsigned, T value, int mask) {
+inline T __shfl_xor_sync(unsigned, T value, int mask, int = 32) {
   return bits_as<T>(emulator::exchange(bits_as<uint32_t>(value), "__shfl_xor_sync")[emulator::current->lane ^ mask]);
 }
 template <typename T>
