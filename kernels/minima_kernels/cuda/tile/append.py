@@ -10,14 +10,14 @@ from typing import Any
 
 import tilelang.language as T
 
-WARPS = 8
+LANES, WARPS = 32, 8
 PAGE = 64  # rows of a head in a page
 E4M3_MAX, MIN_SCALE = 448.0, 2.0**-14
 
 
 def append(head_dim: int, page_dtype: str, dtype: str, is_signed: bool) -> Any:
     """The kernel for pages of `page_dtype` and rows of `dtype`; `is_signed`: rotation has signs."""
-    own = head_dim // 32  # channels of a lane
+    own = head_dim // LANES  # channels of a lane
     own_bits = own.bit_length() - 1
     is_scaled = page_dtype == "float8_e4m3"
     own_bytes = own if is_scaled else 2 * own
@@ -41,7 +41,7 @@ def append(head_dim: int, page_dtype: str, dtype: str, is_signed: bool) -> Any:
     def turn(x, other, cosine, sine, row, lane):
         """RoPE; the channel that each is paired with is half a head away."""
         for e in T.unroll(own):
-            other[e] = T.shfl_xor(x[e], 16)
+            other[e] = T.shfl_xor(x[e], LANES // 2)
         for e in T.vectorized(own):
             x[e] = x[e] * cosine[row, lane * own + e] + other[e] * sine[row, lane * own + e]
 
@@ -81,10 +81,10 @@ def append(head_dim: int, page_dtype: str, dtype: str, is_signed: bool) -> Any:
         v_scales: T.int32,
     ):
         groups = T.ceildiv(num_heads + 2 * num_kv_heads, WARPS)
-        with T.Kernel(num_rows, groups, threads=32 * WARPS) as (row, group):
+        with T.Kernel(num_rows, groups, threads=LANES * WARPS) as (row, group):
             T.annotate_min_blocks_per_sm(6)  # 40 registers at most
             thread = T.get_thread_binding()
-            vector, lane = group * WARPS + thread // 32, thread % 32
+            vector, lane = group * WARPS + thread // LANES, thread % LANES
             x, other = T.alloc_local((own,), "float32"), T.alloc_local((own,), "float32")
             if vector < num_heads:
                 load(x, q, row, vector, lane)
@@ -120,6 +120,8 @@ def append(head_dim: int, page_dtype: str, dtype: str, is_signed: bool) -> Any:
                             x[e] /= T.cast(scale, "float32")
                     start = page + T.if_then_else(is_value, v_codes, 0)
                     for e in T.vectorized(own):
-                        codes[start // own_bytes + place * 32 + lane, e] = T.cast(x[e], page_dtype)
+                        codes[start // own_bytes + place * LANES + lane, e] = T.cast(
+                            x[e], page_dtype
+                        )
 
     return append
