@@ -1,7 +1,7 @@
 """Compiling kernels ahead of their first use: ``python -m minima_kernels.cuda.build``.
 
-Needs nvcc, but no GPU. Without it kernels are compiled when they are first needed, a few seconds
-each, and kept.
+Needs nvcc and TileLang, but no GPU. Without it kernels are compiled when they are first needed, a
+few seconds each, and kept.
 """
 
 from __future__ import annotations

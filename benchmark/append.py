@@ -1,0 +1,185 @@
+"""The kernel that appends a step's new rows, in TileLang and in CUDA C++, on a GPU.
+
+RoPE of queries and keys, rotation, scale and storage of one layer, in a model of 8 layers.
+Geometries: A = 24 query heads / 4 KV heads / head dim 256, B = 32 / 8 / 128. Up to 256 rows are
+those of a decode step: each has a page of its own, in a random place. 2,048 rows are a prompt's,
+which fill 32 pages and give their keys back. A time is the median of CUDA-graph replays of 64
+kernels, the two taking turns. The share is that of the append in the time of append and attention
+at 64 requests of 8,192 tokens in TQ3 pages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import RESULTS, Claim, Record, format_claims, format_table
+from decode_attention import GEOMETRIES, PAGE, Call, Inputs, calls, gpu_facts, time_graph
+
+from minima_kernels import (
+    GRANULE,
+    KVGeometry,
+    PageKind,
+    Rotation,
+    RouteCounters,
+    Segment,
+    parse_format,
+)
+from minima_kernels.cuda.append import CudaAppend
+from minima_kernels.cuda.native_append import NativeAppend
+
+KERNELS: dict[str, type[CudaAppend] | type[NativeAppend]] = {
+    "TileLang": CudaAppend,
+    "CUDA C++": NativeAppend,
+}
+LAYERS, CALLS = 8, 64
+ROWS = (1, 64, 256, 2048)
+PROMPT = 2048
+DECODE = (64, 8192)
+TOLERANCE = 1.05
+
+COLUMNS = {"geometry": "", "pages": "", "rows": "", "kernel": "", "us": ".2f", "us_min": ".2f",
+           "us_max": ".2f", "share": ".3f"}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--geometries", nargs="+", default=list(GEOMETRIES), choices=GEOMETRIES)
+    parser.add_argument("--formats", nargs="+", default=["fp8", "bf16"])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--plot", action=argparse.BooleanOptionalAction, default=True)
+    arguments = parser.parse_args()
+    record = Record("append")
+    record.machine |= gpu_facts()
+    rows: list[dict[str, Any]] = []
+    for name in arguments.geometries:
+        attention = time_attention(name, arguments.rounds)
+        print(f"{name}: attention of a layer, {DECODE[0]} x {DECODE[1]} tokens: {attention:.1f} us")
+        for format_ in arguments.formats:
+            for num_rows in ROWS:
+                rows += measure(name, format_, num_rows, attention, arguments.rounds)
+        print(format_table(rows, COLUMNS), flush=True)
+    claims = make_claims(rows)
+    print(format_claims(claims))
+    print(record.write(rows, claims, draw(rows) if arguments.plot else None, arguments.output))
+
+
+def time_attention(name: str, rounds: int) -> float:
+    """Microseconds of a layer's decode attention."""
+    num_heads, num_kv_heads, dim = GEOMETRIES[name]
+    batch, tokens = DECODE
+    pages = tokens // PAGE
+    inputs = Inputs(KVGeometry(1, num_kv_heads, dim, PAGE), ["tq3"], [batch * pages])
+    parts = inputs.addresses[0].split(pages)
+    segments = [Segment(part, 0, PAGE, [request]) for request, part in enumerate(parts)]
+    q = torch.randn(batch, num_heads, dim, device="cuda").bfloat16()
+    return time_graph(calls(inputs, segments, q), rounds)[0]
+
+
+def measure(
+    name: str, format_: str, num_rows: int, attention: float, rounds: int
+) -> list[dict[str, Any]]:
+    """Both kernels, twice each in turn."""
+    times: dict[str, list[tuple[float, float, float]]] = {kernel: [] for kernel in KERNELS}
+    for turn in (list(KERNELS), list(KERNELS)[::-1]):
+        for kernel in turn:
+            times[kernel].append(
+                time_graph(make_calls(KERNELS[kernel], name, format_, num_rows), rounds)
+            )
+    found = []
+    for kernel, both in times.items():
+        medians, least, largest = zip(*both, strict=True)
+        us = statistics.mean(medians)
+        share = us / (us + attention) if num_rows == DECODE[0] else None
+        found.append(
+            {
+                "geometry": name,
+                "pages": format_,
+                "rows": num_rows,
+                "kernel": kernel,
+                "us": us,
+                "us_min": min(least),
+                "us_max": max(largest),
+                "share": share,
+            }
+        )
+    return found
+
+
+def make_calls(
+    append: type[CudaAppend] | type[NativeAppend], name: str, format_: str, num_rows: int
+) -> list[Call]:
+    """Appends to all layers, again and again."""
+    num_heads, num_kv_heads, dim = GEOMETRIES[name]
+    geometry = KVGeometry(LAYERS, num_kv_heads, dim, PAGE)
+    kind = PageKind.uniform(format_, parse_format(format_), LAYERS)
+    size = kind.granules(geometry) * GRANULE
+    is_prompt = num_rows == PROMPT
+    num_pages = num_rows // PAGE if is_prompt else num_rows
+    arena = torch.zeros(num_pages * size, dtype=torch.uint8, device="cuda")
+    pages = torch.randperm(num_pages).cuda() * size
+    if is_prompt:
+        pages, slots = pages.repeat_interleave(PAGE), torch.arange(num_rows, device="cuda") % PAGE
+    else:
+        slots = torch.randint(PAGE, (num_rows,), device="cuda")
+    angles = torch.rand(num_rows, 1, dim // 2, device="cuda") * 6
+    cos, sin = angles.cos(), angles.sin()
+    cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+    made = append(kind, geometry, Rotation(dim, device="cuda"), arena.device)
+    routes = RouteCounters()
+
+    def call(layer: int, heads: torch.Tensor) -> object:
+        q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+        keys = num_rows if is_prompt else 0
+        return made.run(layer, q, k, v, cos, sin, arena, pages, slots, keys, routes=routes)
+
+    total = num_heads + 2 * num_kv_heads
+    layers: list[Call] = []
+    for layer in range(LAYERS):
+        heads = torch.randn(num_rows, total, dim, device="cuda").bfloat16()
+        layers.append(partial(call, layer, heads))
+    return layers * (CALLS // LAYERS)
+
+
+def make_claims(rows: list[dict[str, Any]]) -> list[Claim]:
+    claims = []
+    for tile, native in zip(rows[::2], rows[1::2], strict=True):
+        what = f"{tile['geometry']}, {tile['pages']} pages, {tile['rows']} rows"
+        ratio = tile["us"] / native["us"]
+        claims.append(Claim.at_most(f"{what}: TileLang / CUDA C++", ratio, TOLERANCE, ""))
+    return claims
+
+
+def draw(rows: list[dict[str, Any]]) -> Any:
+    """Microseconds of a layer by number of rows."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels = list(dict.fromkeys((row["geometry"], row["pages"]) for row in rows))
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(4 * len(panels), 3.5), squeeze=False)
+    for axis, panel in zip(axes[0], panels, strict=True):
+        for kernel, style in zip(KERNELS, ("o-", "s--"), strict=True):
+            mine = [
+                row
+                for row in rows
+                if (row["geometry"], row["pages"]) == panel and row["kernel"] == kernel
+            ]
+            axis.plot(
+                [row["rows"] for row in mine], [row["us"] for row in mine], style, label=kernel
+            )
+        axis.set(xscale="log", yscale="log", xlabel="rows", ylabel="microseconds per layer")
+        axis.set_title(f"{panel[0]}, {panel[1]} pages")
+        axis.legend()
+    figure.tight_layout()
+    return figure
+
+
+if __name__ == "__main__":
+    main()
