@@ -1,8 +1,9 @@
 """Which kernel serves which format and geometry, and what it is compiled with.
 
-The decode kernels are CUDA C++, not TileLang: they are chained by programmatic dependent launch,
-each warp runs a pipeline of its own past barriers that TileLang's synchronisation pass would have
-to be kept away from, and everything between two barriers would be imported code anyhow.
+The append kernel is TileLang (``tile/``). The decode kernels are CUDA C++: each warp runs a
+pipeline of its own past barriers that TileLang's synchronisation pass would have to be kept away
+from, and everything between two barriers would be imported code anyhow. Conversion and expansion
+unpack the same codes in registers, preparation and merge share headers with all of them.
 """
 
 from __future__ import annotations
