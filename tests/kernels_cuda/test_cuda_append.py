@@ -48,6 +48,7 @@ def test_equals_torch(
         check_append(append, name, dim, dtype, torch.device("cpu"))
 
 
+@SLOW
 def test_signs_of_a_rotation(emulation: Emulation) -> None:
     signs = [1 - 2 * (channel * channel % 7 % 2) for channel in range(64)]
     check_append(CudaAppend, "f16", 64, BF16, torch.device("cpu"), signs)
@@ -109,6 +110,7 @@ def test_without_tilelang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         append_variant(*chosen).compile()
 
 
+@SLOW
 def test_what_tilelang_refuses() -> None:
     if compiler.find_tilelang() is None:
         pytest.skip(f"needs TileLang {compiler.TILELANG}")
