@@ -12,6 +12,7 @@ from kernel_pages import Pages, relative_error
 from minima_kernels import KVGeometry, Rotation, Segment, plan_extend
 from minima_kernels.cuda import extend
 from minima_kernels.cuda.extend import flash_reason, run_flash_extend
+from minima_kernels.routes import Route, RouteCounters
 
 GEOMETRY = KVGeometry(1, 2, 64, 64)
 
@@ -40,7 +41,9 @@ def test_equals_dense_attention(
     rotation = Rotation(64)
     num_rows = q_indptr[-1]
     q, k, v = (pages.random(num_rows, heads, 64) for heads in (6, 2, 2))
-    result = run_flash_extend(plan, q, k, v, pages.arena, 0, 0.125, rotation)
+    routes = RouteCounters()
+    result = run_flash_extend(plan, q, k, v, pages.arena, 0, 0.125, rotation, routes)
+    assert routes.snapshot() == {Route("prefill", "flash", "dtype float32"): 1}
     # The reference works in the rotated basis, in which the pages are.
     expected = []
     for request, (start, stop) in enumerate(pairwise(q_indptr)):

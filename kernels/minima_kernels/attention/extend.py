@@ -260,7 +260,7 @@ def run_extend(
         reason = reason_now(flash_reason(q.dtype, dim))
         if reason is None:
             routes.count("extend", "flash")
-            return run_flash_extend(plan, q, k, v, arena, layer, scale, rotation)
+            return run_flash_extend(plan, q, k, v, arena, layer, scale, rotation, routes)
     if rotation is not None:
         dtype = q.dtype
         q, k, v = (rotation.forward(x) for x in (q, k, v))

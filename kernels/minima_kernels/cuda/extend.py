@@ -1,8 +1,8 @@
 """Extend attention on a GPU: cached pages as expanded tiles through flash attention.
 
 Tiles of a few thousand tokens are expanded into a bounded scratch of the queries' dtype; torch's
-flash attention attends to them, and causally to the new tokens, and the parts merge by their
-log-sum-exp. Tile bounds depend on positions alone, as on the other routes.
+flash attention attends to them, FlashInfer's or torch's causally to the new tokens, and the parts
+merge by their log-sum-exp. Tile bounds depend on positions alone, as on the other routes.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ import torch
 
 from minima_kernels.attention.merge import State, merge_states
 from minima_kernels.attention.output import AttentionOutput
+from minima_kernels.cuda.library import prefill_reason
+from minima_kernels.cuda.ragged import ragged_prefill
 from minima_kernels.cuda.retier import LayerShares, expand_pages, retier_reason
 from minima_kernels.formats import Format
 from minima_kernels.geometry import KVGeometry
 from minima_kernels.rotation import Rotation
+from minima_kernels.routes import RouteCounters
 from minima_kernels.shares import read_shares
 
 if TYPE_CHECKING:
@@ -150,10 +153,16 @@ def run_flash_extend(
     layer: int,
     scale: float,
     rotation: Rotation | None,
+    routes: RouteCounters,
 ) -> AttentionOutput:
     """``run_extend`` through flash attention; ``flash_reason`` is ``None``."""
     # Scores do not change under a rotation: the new tokens need none among themselves.
-    new = attend_new(q, k, v, plan.q_indptr, scale)
+    reason = prefill_reason(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[2])
+    if reason is None and q.shape[0]:
+        new = ragged_prefill(q.device).attend(plan, q, k, v, plan.q_indptr, scale)
+    else:
+        new = attend_new(q, k, v, plan.q_indptr, scale)
+    routes.count("prefill", "flashinfer" if reason is None else "flash", reason or "")
     if not plan.flash_runs:
         return AttentionOutput(new.out, new.lse, None)
     heads = plan.geometry.num_kv_heads

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sglang_minima.models.backend import AttentionBackend, RopeBackend
 from sglang_minima.models.config import ModelConfig
+from sglang_minima.models.layer_ops import LayerOps
 from sglang_minima.models.layers import Attention, GatedMLP, Linear, RMSNorm, Rotary
 
 Angles = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -47,12 +49,28 @@ class Decoder(nn.Module):
     def forward(
         self, x: Tensor, positions: Tensor, rotary: Angles, backend: AttentionBackend | RopeBackend
     ) -> Tensor:
-        """Embeddings [N, hidden_size] -> hidden states after the final norm."""
+        """Embeddings [N, hidden_size], which are lost -> hidden states after the final norm."""
         cos, sin = rotary(positions)
+        self.norm.ops.count(len(self.layers))
+        if self.norm.ops.fuses_residuals:
+            return self._run_fused(x, cos, sin, backend)
         for layer in self.layers:
             x = layer(x, cos, sin, backend)
         hidden: Tensor = self.norm(x)
         return hidden
+
+    def _run_fused(
+        self, x: Tensor, cos: Tensor, sin: Tensor, backend: AttentionBackend | RopeBackend
+    ) -> Tensor:
+        """The same with each sum and the norm that follows it, of the next layer, in one."""
+        layers: list[Any] = list(self.layers)
+        norms = [layer.input_layernorm for layer in layers[1:]]
+        residual, x = x, layers[0].input_layernorm(x)
+        for layer, following in zip(layers, [*norms, self.norm], strict=True):
+            attended = layer.self_attn(x, cos, sin, backend)
+            x = layer.mlp(layer.post_attention_layernorm.add(attended, residual))
+            x = following.add(x, residual)
+        return x
 
 
 class CausalLM(nn.Module, ABC):
@@ -94,6 +112,12 @@ class CausalLM(nn.Module, ABC):
         x = self.model.embed_tokens.rows(input_ids, self.model.norm.weight.dtype)
         hidden: Tensor = self.model(x, positions, self.rotary, attention)
         return hidden
+
+    def use(self, ops: LayerOps) -> None:
+        """Sets what computes norms and activations."""
+        for module in self.modules():
+            if isinstance(module, RMSNorm | GatedMLP):
+                module.ops = ops
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [M, hidden_size] of the rows to sample from -> float32 [M, vocab_size]."""

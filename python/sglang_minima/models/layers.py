@@ -13,11 +13,14 @@ from minima_kernels.cpu.library import native_library
 from minima_kernels.cpu.linear import rotate as native_rotate
 from sglang_minima.models.backend import AttentionBackend, RopeBackend
 from sglang_minima.models.config import ModelConfig
+from sglang_minima.models.layer_ops import TORCH_OPS, LayerOps
 from sglang_minima.models.rope import frequencies
 
 
 class RMSNorm(nn.Module):
     """x * rsqrt(mean(x²) + eps) * weight over the last dimension, the mean in float32."""
+
+    ops: LayerOps = TORCH_OPS
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -25,7 +28,11 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return self.ops.rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Adds x to the residual in place, and returns the norm of that; x is lost."""
+        return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
 
 
 class Linear(nn.Module):
@@ -147,6 +154,8 @@ class Attention(nn.Module):
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x)); gate and up are one matrix product."""
 
+    ops: LayerOps = TORCH_OPS
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         inner, bias = config.intermediate_size, config.mlp_bias
@@ -154,6 +163,5 @@ class GatedMLP(nn.Module):
         self.down_proj = Linear(inner, config.hidden_size, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        out: Tensor = self.down_proj(F.silu(gate) * up)
+        out: Tensor = self.down_proj(self.ops.silu_and_mul(self.gate_up_proj(x)))
         return out

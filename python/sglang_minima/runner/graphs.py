@@ -8,6 +8,7 @@ and is counted with the reason.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from itertools import product
 from typing import NamedTuple
@@ -18,7 +19,7 @@ import torch
 from minima_kernels import Segment, plan_decode
 from minima_kernels.cuda.space import DecodeLimits, DecodeSpace
 from minima_kernels.cuda.work import cohort_rule
-from minima_kernels.routes import ROUTES
+from minima_kernels.routes import ROUTES, Route
 from sglang_minima.cache.arena import KVArena
 from sglang_minima.runner.batch import DecodeMemory, ForwardBatch
 from sglang_minima.runner.inputs import FixedInputs
@@ -39,6 +40,8 @@ class StepTensors(NamedTuple):
 class _Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
     tensors: StepTensors
+    routes: tuple[tuple[Route, int], ...]
+    """What a run through it counts."""
 
 
 def bucket_sizes(most_rows: int) -> tuple[int, ...]:
@@ -101,9 +104,11 @@ class DecodeGraphs:
                     self._run(batch)
                 torch.cuda.current_stream().wait_stream(stream)
                 graph = torch.cuda.CUDAGraph()
+                before = Counter(ROUTES.snapshot())
                 with torch.cuda.graph(graph, pool=pool):
                     tensors = self._run(batch)
-                self._graphs[signature] = _Captured(graph, tensors)
+                routes = Counter(ROUTES.snapshot()) - before
+                self._graphs[signature] = _Captured(graph, tensors, tuple(routes.items()))
         torch.cuda.synchronize()
 
     def replay(self, batch: ForwardBatch) -> StepTensors | None:
@@ -123,9 +128,8 @@ class DecodeGraphs:
             return None
         captured.graph.replay()
         ROUTES.count("graph", "replay")
-        layers = self._arena.geometry.num_layers
-        ROUTES.count("append", "cuda", times=layers)
-        ROUTES.count("decode", "cuda", times=layers)
+        for route, times in captured.routes:
+            ROUTES.count(*route, times=times)
         return captured.tensors
 
     def _signature(self, batch: ForwardBatch) -> Hashable:

@@ -10,9 +10,11 @@ from pathlib import Path
 import torch
 
 from minima_kernels import KVGeometry, Rotation
+from minima_kernels.cuda import library
 from minima_kernels.cuda.route import append_reason, decode_reason, group_reason
 from sglang_minima.cache.arena import KVArena
 from sglang_minima.models.config import ModelConfig
+from sglang_minima.models.layer_ops import layer_ops
 from sglang_minima.models.loader import load_model
 from sglang_minima.models.progress import log_progress
 from sglang_minima.models.quantization import Quantization, fastest, supported
@@ -131,9 +133,18 @@ class ModelRunner:
             progress=log_progress(logger, "Loading weights"),
         )
         self.model.eval()
+        self._use_library()
         self._attention: PagedAttention | CudaPagedAttention | None = None
         self._arena: KVArena | None = None
         self._graphs: DecodeGraphs | None = None
+
+    def _use_library(self) -> None:
+        """Gives work between the products to FlashInfer where it serves, and says what it does."""
+        self.model.use(layer_ops(self.device, self.dtype))
+        if self.device.type == "cuda":
+            config = self.config
+            sizes = config.num_heads, config.num_kv_heads, config.head_dim
+            logger.info("%s", library.describe(self.device, self.dtype, *sizes))
 
     def geometry(self, page_size: int) -> KVGeometry:
         """KV geometry of this model."""

@@ -17,6 +17,7 @@ import torch
 
 from minima_kernels.upload import upload
 from sglang_minima.messages import LogProb, LogProbs
+from sglang_minima.runner.cut import NO_TOKEN, Cut, draw_cut
 from sglang_minima.runner.token_masks import apply_masks, fill_masks
 from sglang_minima.sampling_params import SamplingParams
 
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from sglang_minima.grammar.constraint import Constraint
 
 _MASK = (1 << 64) - 1
-NO_TOKEN = -1
-"""In place of a token where the model computed none."""
 
 
 @dataclass(eq=False)
@@ -118,22 +117,20 @@ def draw(logits: torch.Tensor, rows: Sequence[SamplingRow], ahead: int = 0) -> t
         int64 [len(rows)] on the device of the logits, as `sample`.
     """
     random_rows = [i for i, row in enumerate(rows) if not row.greedy]
+    cuts = [_cut(rows[i], ahead) for i in random_rows]
     if len(random_rows) == len(rows):
-        tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-    else:
-        tokens = _argmax(logits)
-    # The same point picks another token where the tokens are ordered: rows of either kind apart,
-    # or a row would depend on its neighbours.
-    for cut in (False, True):
-        places = [i for i in random_rows if rows[i].cut == cut]
-        if len(places) == len(rows):
-            return _draw(logits, rows, ahead, cut)
-        if places:
-            index = upload(places, torch.int64, logits.device)
-            chosen = [rows[i] for i in places]
-            drawn = _draw(logits.index_select(0, index), chosen, ahead, cut)
-            tokens.index_copy_(0, index, drawn)
+        return draw_cut(logits, cuts)
+    tokens = _argmax(logits)
+    if random_rows:
+        index = upload(random_rows, torch.int64, logits.device)
+        tokens.index_copy_(0, index, draw_cut(logits.index_select(0, index), cuts))
     return tokens
+
+
+def _cut(row: SamplingRow, ahead: int) -> Cut:
+    params = row.params
+    point = uniform(row.seed, row.output_len + ahead)
+    return Cut(params.temperature, point, params.top_k, params.top_p, params.min_p)
 
 
 def _argmax(logits: torch.Tensor) -> torch.Tensor:
@@ -150,6 +147,7 @@ def _argmax(logits: torch.Tensor) -> torch.Tensor:
 
 def _adjust(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     """Penalties, biases, bans and grammars; copies the logits only when a row needs a change."""
+    device = logits.device
     constrained = [i for i, row in enumerate(rows) if row.constraint is not None]
     changed = bool(constrained)
     if changed:
@@ -168,11 +166,10 @@ def _adjust(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
         if row.penalised:
             _penalise(logits[i], row)
         if params.logit_bias:
-            ids = torch.tensor(list(params.logit_bias), device=logits.device)
-            values = list(params.logit_bias.values())
-            logits[i, ids] += torch.tensor(values, dtype=logits.dtype, device=logits.device)
+            ids = upload(list(params.logit_bias), torch.int64, device)
+            logits[i, ids] += upload(list(params.logit_bias.values()), logits.dtype, device)
         if banned:
-            logits[i, torch.tensor(sorted(banned), device=logits.device)] = -torch.inf
+            logits[i].index_fill_(0, upload(sorted(banned), torch.int64, device), -torch.inf)
     if constrained:
         sources = [row.constraint for row in rows if row.constraint is not None]
         words = fill_masks(sources, [rows[i].banned for i in constrained], logits.shape[-1])
@@ -184,60 +181,15 @@ def _penalise(logits: torch.Tensor, row: SamplingRow) -> None:
     """Applies the three penalties to one row [vocab] in place (definitions as in OpenAI's API)."""
     params = row.params
     if params.repetition_penalty != 1:
-        seen = np.unique(np.array(row.tokens)).astype(np.int64)
-        ids = torch.from_numpy(seen).to(logits.device)
+        ids = upload(np.unique(np.array(row.tokens)), torch.int64, logits.device)
         values = logits[ids]
         penalty = params.repetition_penalty
         logits[ids] = torch.where(values > 0, values / penalty, values * penalty)
     if params.frequency_penalty or params.presence_penalty:
         seen, counts = np.unique(row.output_ids, return_counts=True)
-        ids = torch.from_numpy(seen.astype(np.int64)).to(logits.device)
-        count = torch.from_numpy(counts).to(logits.device, logits.dtype)
+        ids = upload(seen, torch.int64, logits.device)
+        count = upload(counts, logits.dtype, logits.device)
         logits[ids] -= params.frequency_penalty * count + params.presence_penalty
-
-
-def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow], ahead: int, cut: bool) -> torch.Tensor:
-    """Draws from softmax(logits / temperature), with `cut` from what top-k, top-p and min-p leave
-    of it: int64 [rows]."""
-    device, vocab = logits.device, logits.shape[-1]
-    table: list[list[float]] = [
-        [row.params.temperature for row in rows],
-        [uniform(row.seed, row.output_len + ahead) for row in rows],
-        [row.params.top_k if row.params.top_k > 0 else vocab for row in rows],
-        [row.params.top_p for row in rows],
-        [row.params.min_p for row in rows],
-    ]
-    temperature, point, top_k, top_p, min_p = upload(table, torch.float64, device).unsqueeze(-1)
-    # Greater temperatures flatten towards uniform; the maximum is subtracted first so that tiny
-    # temperatures cannot overflow.
-    scaled = (logits - logits.amax(-1, keepdim=True)).double() / temperature
-    probs = torch.softmax(scaled, dim=-1)
-    if not cut:
-        return _inverse_cdf(probs, point).squeeze(-1)
-    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
-    keep = torch.arange(vocab, device=device) < top_k
-    # top-p counts over what top-k left, as users of the usual servers expect.
-    ordered = ordered * keep
-    ordered = ordered / ordered.sum(-1, keepdim=True)
-    before = ordered.cumsum(-1) - ordered
-    keep &= (before < top_p) & (ordered >= min_p * ordered[:, :1])
-    keep[:, 0].fill_(True)
-    picked = _inverse_cdf(ordered * keep, point)
-    token = order.gather(-1, picked.clamp_min(0))
-    return torch.where(picked < 0, picked, token).squeeze(-1)
-
-
-def _inverse_cdf(weights: torch.Tensor, point: torch.Tensor) -> torch.Tensor:
-    """Index of the first cumulative weight above `point` of the total: int64 [rows, 1].
-
-    `NO_TOKEN` where the weights are no numbers.
-    """
-    cumulative = weights.cumsum(-1)
-    index = torch.searchsorted(cumulative, point * cumulative[:, -1:], right=True)
-    # Rounding could step past the last weight that is not zero.
-    positive = weights > 0
-    last = weights.shape[-1] - 1 - positive.flip(-1).to(torch.uint8).argmax(-1, keepdim=True)
-    return torch.minimum(index, last).masked_fill(~cumulative[:, -1:].isfinite(), NO_TOKEN)
 
 
 def log_probs_of(

@@ -7,6 +7,8 @@ from typing import Protocol
 
 import torch
 
+from minima_kernels.upload import upload
+
 _WORD = 32
 """Tokens in one word of a mask; bit t % 32 of word t // 32 is token t."""
 
@@ -67,7 +69,7 @@ def apply_masks(logits: torch.Tensor, rows: Sequence[int], words: torch.Tensor) 
     """
     device = logits.device
     shifts = torch.arange(_WORD, dtype=torch.int32, device=device)
-    bits = (words.to(device).unsqueeze(-1) >> shifts) & 1
+    bits = (upload(words, torch.int32, device).unsqueeze(-1) >> shifts) & 1
     forbidden = bits.flatten(1)[:, : logits.shape[-1]] == 0
-    index = torch.tensor(rows, device=device)
-    logits[index] = logits[index].masked_fill(forbidden, -torch.inf)
+    index = upload(rows, torch.int64, device)
+    logits.index_copy_(0, index, logits[index].masked_fill_(forbidden, -torch.inf))

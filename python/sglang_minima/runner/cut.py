@@ -1,0 +1,192 @@
+"""Draws tokens from logits cut by top-k, top-p and min-p, without waiting for the device.
+
+Weights are integers, relative to that of the likeliest token: their sums do not depend on the order
+of adding, so a row gets the same token in every batch and by every way of finding what is left.
+
+Which tokens are left: in the order of falling logits, the first of equals first, the top k; of
+these the fewest whose weight makes up top-p of theirs; of these those with at least min-p of the
+greatest weight. The likeliest token is always left. The token drawn is the first in the order of
+the vocabulary at which the weights so far exceed the given share of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from minima_kernels.cuda.library import package, sampling_reason
+from minima_kernels.routes import ROUTES
+from minima_kernels.upload import upload
+
+NO_TOKEN = -1
+"""In place of a token where the model computed none."""
+
+_CANDIDATES = 1024
+"""Top-k up to this is taken out of the vocabulary before anything is sorted."""
+_LIBRARY_VOCABULARY = 4096
+"""The library has its fast way of top-p from about here on."""
+
+
+class Cut(NamedTuple):
+    """How one row is drawn."""
+
+    temperature: float
+    """Above 0."""
+    point: float
+    """In [0, 1): what share of the weights lies before the token."""
+    top_k: int
+    """-1: all."""
+    top_p: float
+    """In (0, 1]."""
+    min_p: float
+    """In [0, 1]."""
+
+
+class _Rows(NamedTuple):
+    distances: torch.Tensor
+    """float32 [n, vocab]: how far a logit lies below the greatest."""
+    numbers: torch.Tensor
+    """float64 [n, 5]: the fields of `Cut`."""
+
+    def column(self, name: str) -> torch.Tensor:
+        """float64 [n, 1]: one field."""
+        place = Cut._fields.index(name)
+        return self.numbers[:, place : place + 1]
+
+    def weights(self, distances: torch.Tensor) -> torch.Tensor:
+        """int64, of distances [n, m]; the sum over a vocabulary fits."""
+        bits = 62 - self.distances.shape[-1].bit_length()
+        weights = torch.exp(distances.double() / -self.column("temperature"))
+        return weights.mul_(1 << bits).round_().long()
+
+
+def draw_cut(logits: torch.Tensor, cuts: Sequence[Cut]) -> torch.Tensor:
+    """Draws one token a row.
+
+    Args:
+        logits: float32 [rows, vocab].
+        cuts: one a row.
+
+    Returns:
+        int64 [rows] on the device of the logits; `NO_TOKEN` for rows whose greatest logit is
+        infinite or no number.
+    """
+    device, vocab_size = logits.device, logits.shape[-1]
+    greatest = logits.amax(-1, keepdim=True)
+    broken = ~greatest.isfinite()
+    # Of two zeros the difference may have a sign, which would put it before all others.
+    distances = (greatest - logits).abs_().masked_fill_(broken, 0.0)
+    rows = _Rows(distances, upload(cuts, torch.float64, device))
+    ways = [_way(cut, vocab_size) for cut in cuts]
+    used = sorted(set(ways))
+    if len(used) == 1:
+        tokens = _draw_by(used[0], rows, cuts)
+    else:
+        tokens = torch.empty(len(cuts), dtype=torch.int64, device=device)
+        for way in used:
+            chosen = [i for i, other in enumerate(ways) if other == way]
+            index = upload(chosen, torch.int64, device)
+            part = _Rows(*(x.index_select(0, index) for x in rows))
+            tokens.index_copy_(0, index, _draw_by(way, part, [cuts[i] for i in chosen]))
+    return tokens.masked_fill_(broken[:, 0], NO_TOKEN)
+
+
+def _way(cut: Cut, vocab_size: int) -> str:
+    """How the tokens left of a row are found; a row's own numbers decide alone."""
+    if 0 < cut.top_k < vocab_size:
+        return "few" if cut.top_k <= _CANDIDATES else "sorted"
+    return "whole" if cut.top_p == 1 else "nucleus"
+
+
+def _draw_by(way: str, rows: _Rows, cuts: Sequence[Cut]) -> torch.Tensor:
+    if way == "few":
+        return _draw_few(rows, max(cut.top_k for cut in cuts))
+    if way == "sorted":
+        return _pick(_sorted_weights(rows), rows.column("point"))
+    weights = rows.weights(rows.distances)
+    if way == "nucleus":
+        reason = _nucleus_reason(rows.distances)
+        if weights.is_cuda:
+            ROUTES.count("top_p", "torch" if reason else "flashinfer", reason or "")
+        weights = _sorted_weights(rows) if reason else _nucleus(rows, weights)
+    else:
+        weights = _above_min_p(rows, weights)
+    return _pick(weights, rows.column("point"))
+
+
+def _draw_few(rows: _Rows, most: int) -> torch.Tensor:
+    """Rows with a small top-k: `most` candidates of each are all that is looked at."""
+    vocab = torch.arange(rows.distances.shape[-1], device=rows.distances.device)
+    # Distances are not negative, so their bits are in the order of their values; the token breaks
+    # ties, which are frequent among logits of 16 bits.
+    keys = (rows.distances.view(torch.int32).long() << 32) | vocab
+    keys = keys.topk(most, dim=-1, largest=False).values
+    distances = (keys >> 32).int().view(torch.float32)
+    weights = _prefix(rows, rows.weights(distances))
+    tokens, order = (keys & 0xFFFFFFFF).sort(dim=-1)
+    picked = _pick(weights.gather(-1, order), rows.column("point"))
+    return tokens.gather(-1, picked[:, None])[:, 0]
+
+
+def _sorted_weights(rows: _Rows) -> torch.Tensor:
+    """Weights [n, vocab] of what is left, 0 elsewhere, by sorting the vocabulary."""
+    ordered, order = rows.distances.sort(dim=-1, stable=True)
+    left = _prefix(rows, rows.weights(ordered))
+    return torch.zeros_like(left).scatter_(-1, order, left)
+
+
+def _prefix(rows: _Rows, weights: torch.Tensor) -> torch.Tensor:
+    """What top-k, top-p and min-p leave of weights [n, m] in falling order, 0 elsewhere."""
+    top_k = rows.column("top_k")
+    rank = torch.arange(weights.shape[-1], device=weights.device)
+    weights = weights.masked_fill((top_k > 0) & (rank >= top_k), 0)
+    summed = weights.cumsum(-1)
+    # top-p counts over what top-k left, as users of the usual servers expect.
+    out = (summed - weights).double() >= rows.column("top_p") * summed[:, -1:].double()
+    out[:, 0].fill_(False)
+    return _above_min_p(rows, weights.masked_fill_(out, 0))
+
+
+def _above_min_p(rows: _Rows, weights: torch.Tensor) -> torch.Tensor:
+    least = rows.column("min_p") * weights.amax(-1, keepdim=True).double()
+    return weights.masked_fill(weights.double() < least, 0)
+
+
+def _nucleus_reason(distances: torch.Tensor) -> str | None:
+    """Why the library does not look for the tokens of top-p; None if it does."""
+    if distances.device.type != "cuda":
+        return "no CUDA device"
+    if distances.shape[-1] < _LIBRARY_VOCABULARY:
+        return "small vocabulary"
+    return sampling_reason(distances.device)
+
+
+def _nucleus(rows: _Rows, weights: torch.Tensor) -> torch.Tensor:
+    """`_sorted_weights` of rows without top-k; the library finds where the order is cut.
+
+    It counts in float32 and keeps all equals of the last token, which are told apart here.
+    """
+    total = weights.sum(-1, keepdim=True).double()
+    top_p = rows.column("top_p")
+    kept = package().sampling.top_p_renorm_probs(
+        (weights.double() / total).float(), top_p[:, 0].float(), is_deterministic=True
+    )
+    distances = rows.distances
+    edge = distances.masked_fill(kept <= 0, -1.0).amax(-1, keepdim=True)
+    inside = weights.masked_fill(distances >= edge, 0)
+    before = inside.sum(-1, keepdim=True)
+    at_edge = weights.masked_fill(distances != edge, 0)
+    # Equal weights, in the order of the vocabulary: each asks whether top-p was reached before it.
+    summed = before + at_edge.cumsum(-1) - at_edge
+    left = inside + at_edge.masked_fill_(summed.double() >= top_p * total, 0)
+    return _above_min_p(rows, left)
+
+
+def _pick(weights: torch.Tensor, point: torch.Tensor) -> torch.Tensor:
+    """Place of the first of weights [n, m] at which the sum so far exceeds `point` of all: [n]."""
+    summed = weights.cumsum(-1)
+    total = summed[:, -1:]
+    target = torch.minimum((point * total.double()).long(), total - 1)
+    return torch.searchsorted(summed, target, right=True)[:, 0]
