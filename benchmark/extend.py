@@ -85,7 +85,7 @@ def measure(name: str, count: int, rounds: int) -> list[dict[str, Any]]:
             routes=routes,
         )
         times[format_] = time_events(run, rounds) * 1e3
-        assert set(routes.snapshot()) == {Route("extend", "flash", "")}, routes.snapshot()
+        assert Route("extend", "flash", "") in routes.snapshot(), routes.snapshot()
     times["dense"] = time_events(dense(q, num_kv_heads), rounds) * 1e3
     return [
         {

@@ -17,7 +17,8 @@ import torch
 
 from minima_kernels.upload import upload
 from sglang_minima.messages import LogProb, LogProbs
-from sglang_minima.runner.cut import NO_TOKEN, Cut, draw_cut
+from sglang_minima.runner.cut import NO_TOKEN as NO_TOKEN
+from sglang_minima.runner.cut import Cut, draw_cut
 from sglang_minima.runner.token_masks import apply_masks, fill_masks
 from sglang_minima.sampling_params import SamplingParams
 

@@ -69,7 +69,7 @@ def apply_masks(logits: torch.Tensor, rows: Sequence[int], words: torch.Tensor) 
     """
     device = logits.device
     shifts = torch.arange(_WORD, dtype=torch.int32, device=device)
-    bits = (upload(words, torch.int32, device).unsqueeze(-1) >> shifts) & 1
+    bits = (upload(words.numpy(), torch.int32, device).unsqueeze(-1) >> shifts) & 1
     forbidden = bits.flatten(1)[:, : logits.shape[-1]] == 0
     index = upload(rows, torch.int64, device)
     logits.index_copy_(0, index, logits[index].masked_fill_(forbidden, -torch.inf))

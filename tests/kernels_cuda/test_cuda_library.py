@@ -1,0 +1,92 @@
+"""What is said of FlashInfer where it is not there, broken, or unable."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from minima_kernels.cuda import library
+
+GPU = torch.device("cuda", 0)
+SHAPE = (32, 8, 128)
+
+
+@pytest.fixture(autouse=True)
+def forget() -> Iterator[None]:
+    """Each test finds the library anew; what it finds is of this test alone."""
+    for found in (library._layers_reason, library._prefill_reason, library._sampling_reason):
+        found.cache_clear()
+    yield
+    for found in (library._layers_reason, library._prefill_reason, library._sampling_reason):
+        found.cache_clear()
+
+
+def find(monkeypatch: pytest.MonkeyPatch, package: Any, reason: str | None = None) -> None:
+    monkeypatch.setattr(library, "_find", lambda: (package, reason))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+
+
+def test_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    find(monkeypatch, None, library.MISSING)
+    assert library.layers_reason(GPU, torch.bfloat16) == "FlashInfer is not installed"
+    assert library.describe(GPU, torch.bfloat16, *SHAPE) == (
+        "torch computes norms and activations, prefill, top-p sampling: FlashInfer is not installed"
+    )
+
+
+def test_a_cpu_is_no_place_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    find(monkeypatch, SimpleNamespace())
+    cpu = torch.device("cpu")
+    assert library.sampling_reason(cpu) == "no CUDA device"
+    assert library.layers_reason(cpu, torch.float16) == "no CUDA device"
+
+
+def test_what_it_has_no_kernels_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    find(monkeypatch, SimpleNamespace())
+    assert library.layers_reason(GPU, torch.float32) == "dtype float32"
+    assert library.prefill_reason(GPU, torch.bfloat16, 32, 8, 80) == "head dim 80"
+    assert library.prefill_reason(GPU, torch.float32, *SHAPE) == "dtype float32"
+
+
+def test_a_kernel_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One kind of work fails when it is tried: the others are served, and the line says so."""
+
+    def fail(*arguments: object, **named: object) -> None:
+        raise RuntimeError("ninja not found\nmore")
+
+    done: list[str] = []
+
+    def serve(name: str) -> Any:
+        return lambda *arguments, **named: done.append(name)
+
+    package = SimpleNamespace(
+        __version__="9.9",
+        norm=SimpleNamespace(rmsnorm=serve("norm"), fused_add_rmsnorm=serve("add")),
+        activation=SimpleNamespace(silu_and_mul=serve("silu")),
+        sampling=SimpleNamespace(top_p_renorm_probs=fail),
+    )
+    find(monkeypatch, package)
+    monkeypatch.setattr(torch, "ones", _on_cpu(torch.ones))
+    monkeypatch.setattr(torch, "full", _on_cpu(torch.full))
+    line = library.describe(GPU, torch.bfloat16, 32, 8, 80)
+    assert line == (
+        "FlashInfer 9.9 computes norms and activations; torch computes prefill (head dim 80), "
+        "top-p sampling (RuntimeError: ninja not found)"
+    )
+    assert done == ["norm", "norm", "add", "silu"]
+    library.describe(GPU, torch.bfloat16, 32, 8, 80)
+    assert len(done) == 4  # tried once
+    with library.library_off():
+        assert library.layers_reason(GPU, torch.bfloat16) == library.SWITCHED_OFF
+    assert library.layers_reason(GPU, torch.bfloat16) is None
+
+
+def _on_cpu(make: Any) -> Any:
+    def made(*arguments: Any, device: object = None, **named: Any) -> torch.Tensor:
+        return make(*arguments, **named)
+
+    return made
