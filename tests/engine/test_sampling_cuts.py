@@ -122,6 +122,7 @@ def test_large_vocabularies(top_k: int) -> None:
 
 
 def test_frequencies() -> None:
+    """Thousands of rows, which take several turns."""
     logits = torch.tensor([[2.0, 0.0, 1.0, 1.0, -3.0]])
     cut = Cut(0.8, 0.0, 4, 0.9, 0.05)
     count = 4000

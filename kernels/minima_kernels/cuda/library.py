@@ -48,7 +48,7 @@ def _find() -> tuple[Any, str | None]:
 
 
 def package() -> Any:
-    """The package; only where a reason below is ``None``."""
+    """The package; ``None`` where it is missing or broken."""
     return _find()[0]
 
 

@@ -25,6 +25,8 @@ NO_TOKEN = -1
 
 _CANDIDATES = 1024
 """Top-k up to this is taken out of the vocabulary before anything is sorted."""
+_ROWS_AT_ONCE = 64
+"""More are drawn in several turns: a row needs some 50 bytes per token of the vocabulary."""
 _LIBRARY_VOCABULARY = 4096
 """The library has its fast way of top-p from about here on."""
 
@@ -73,6 +75,9 @@ def draw_cut(logits: torch.Tensor, cuts: Sequence[Cut]) -> torch.Tensor:
         int64 [rows] on the device of the logits; `NO_TOKEN` for rows whose greatest logit is
         infinite or no number.
     """
+    if len(cuts) > _ROWS_AT_ONCE:
+        spans = [slice(i, i + _ROWS_AT_ONCE) for i in range(0, len(cuts), _ROWS_AT_ONCE)]
+        return torch.cat([draw_cut(logits[span], cuts[span]) for span in spans])
     device, vocab_size = logits.device, logits.shape[-1]
     greatest = logits.amax(-1, keepdim=True)
     broken = ~greatest.isfinite()

@@ -140,11 +140,14 @@ class ModelRunner:
 
     def _use_library(self) -> None:
         """Gives work between the products to FlashInfer where it serves, and says what it does."""
+        if self.device.type != "cuda":
+            return
+        if library.package() is not None:
+            logger.info("Trying FlashInfer's kernels; what is not compiled yet is compiled now")
+        config = self.config
+        sizes = config.num_heads, config.num_kv_heads, config.head_dim
         self.model.use(layer_ops(self.device, self.dtype))
-        if self.device.type == "cuda":
-            config = self.config
-            sizes = config.num_heads, config.num_kv_heads, config.head_dim
-            logger.info("%s", library.describe(self.device, self.dtype, *sizes))
+        logger.info("%s", library.describe(self.device, self.dtype, *sizes))
 
     def geometry(self, page_size: int) -> KVGeometry:
         """KV geometry of this model."""
