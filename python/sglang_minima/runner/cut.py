@@ -107,49 +107,67 @@ def _way(cut: Cut, vocab_size: int) -> str:
 
 def _draw_by(way: str, rows: _Rows, cuts: Sequence[Cut]) -> torch.Tensor:
     if way == "few":
-        return _draw_few(rows, max(cut.top_k for cut in cuts))
+        few = _candidates(rows.distances, max(cut.top_k for cut in cuts))
+        return _draw_few(rows, few, None)
     if way == "sorted":
         return _pick(_sorted_weights(rows), rows.column("point"))
     weights = rows.weights(rows.distances)
-    if way == "nucleus":
-        reason = _nucleus_reason(rows.distances)
-        if weights.is_cuda:
-            ROUTES.count("top_p", "torch" if reason else "flashinfer", reason or "")
-        weights = _sorted_weights(rows) if reason else _nucleus(rows, weights)
-    else:
-        weights = _above_min_p(rows, weights)
+    if way == "whole":
+        return _pick(_above_min_p(rows, weights), rows.column("point"))
+    if weights.device.type == "cpu":
+        return _draw_nucleus_of_few(rows, weights)
+    reason = _nucleus_reason(rows.distances)
+    ROUTES.count("top_p", "torch" if reason else "flashinfer", reason or "")
+    weights = _sorted_weights(rows) if reason else _nucleus(rows, weights)
     return _pick(weights, rows.column("point"))
 
 
-def _draw_few(rows: _Rows, most: int) -> torch.Tensor:
-    """Rows with a small top-k: `most` candidates of each are all that is looked at."""
-    vocab = torch.arange(rows.distances.shape[-1], device=rows.distances.device)
+def _candidates(distances: torch.Tensor, most: int) -> torch.Tensor:
+    """The first of each row in the order of falling logits: int64 [n, most], distance and token."""
+    vocab = torch.arange(distances.shape[-1], device=distances.device)
     # Distances are not negative, so their bits are in the order of their values; the token breaks
     # ties, which are frequent among logits of 16 bits.
-    keys = (rows.distances.view(torch.int32).long() << 32) | vocab
-    keys = keys.topk(most, dim=-1, largest=False).values
-    distances = (keys >> 32).int().view(torch.float32)
-    weights = _prefix(rows, rows.weights(distances))
-    tokens, order = (keys & 0xFFFFFFFF).sort(dim=-1)
+    keys = (distances.view(torch.int32).long() << 32) | vocab
+    return keys.topk(most, dim=-1, largest=False).values
+
+
+def _draw_few(rows: _Rows, few: torch.Tensor, total: torch.Tensor | None) -> torch.Tensor:
+    """Rows of which no more than some candidates are left."""
+    weights = _prefix(rows, rows.weights((few >> 32).int().view(torch.float32)), total)
+    tokens, order = (few & 0xFFFFFFFF).sort(dim=-1)
     picked = _pick(weights.gather(-1, order), rows.column("point"))
     return tokens.gather(-1, picked[:, None])[:, 0]
+
+
+def _draw_nucleus_of_few(rows: _Rows, weights: torch.Tensor) -> torch.Tensor:
+    """Rows with top-p alone, on a CPU: some candidates mostly make it up, or all must be sorted."""
+    few = _candidates(rows.distances, min(_CANDIDATES, weights.shape[-1]))
+    total = weights.sum(-1, keepdim=True)
+    found = rows.weights((few >> 32).int().view(torch.float32)).sum(-1, keepdim=True)
+    if bool((found.double() >= rows.column("top_p") * total.double()).all()):
+        return _draw_few(rows, few, total)
+    return _pick(_sorted_weights(rows), rows.column("point"))
 
 
 def _sorted_weights(rows: _Rows) -> torch.Tensor:
     """Weights [n, vocab] of what is left, 0 elsewhere, by sorting the vocabulary."""
     ordered, order = rows.distances.sort(dim=-1, stable=True)
-    left = _prefix(rows, rows.weights(ordered))
+    left = _prefix(rows, rows.weights(ordered), None)
     return torch.zeros_like(left).scatter_(-1, order, left)
 
 
-def _prefix(rows: _Rows, weights: torch.Tensor) -> torch.Tensor:
-    """What top-k, top-p and min-p leave of weights [n, m] in falling order, 0 elsewhere."""
+def _prefix(rows: _Rows, weights: torch.Tensor, total: torch.Tensor | None) -> torch.Tensor:
+    """What top-k, top-p and min-p leave of weights [n, m] in falling order, 0 elsewhere.
+
+    Top-p is a share of `total` [n, 1], or of what top-k leaves of the weights.
+    """
     top_k = rows.column("top_k")
     rank = torch.arange(weights.shape[-1], device=weights.device)
     weights = weights.masked_fill((top_k > 0) & (rank >= top_k), 0)
     summed = weights.cumsum(-1)
     # top-p counts over what top-k left, as users of the usual servers expect.
-    out = (summed - weights).double() >= rows.column("top_p") * summed[:, -1:].double()
+    whole = summed[:, -1:] if total is None else total
+    out = (summed - weights).double() >= rows.column("top_p") * whole.double()
     out[:, 0].fill_(False)
     return _above_min_p(rows, weights.masked_fill_(out, 0))
 
@@ -161,8 +179,6 @@ def _above_min_p(rows: _Rows, weights: torch.Tensor) -> torch.Tensor:
 
 def _nucleus_reason(distances: torch.Tensor) -> str | None:
     """Why the library does not look for the tokens of top-p; None if it does."""
-    if distances.device.type != "cuda":
-        return "no CUDA device"
     if distances.shape[-1] < _LIBRARY_VOCABULARY:
         return "small vocabulary"
     return sampling_reason(distances.device)
@@ -171,21 +187,18 @@ def _nucleus_reason(distances: torch.Tensor) -> str | None:
 def _nucleus(rows: _Rows, weights: torch.Tensor) -> torch.Tensor:
     """`_sorted_weights` of rows without top-k; the library finds where the order is cut.
 
-    It counts in float32 and keeps all equals of the last token, which are told apart here.
+    It counts in float32 and keeps all equals of the last token, which are told apart here: in the
+    order of the vocabulary each asks whether top-p was reached before it.
     """
     total = weights.sum(-1, keepdim=True).double()
     top_p = rows.column("top_p")
-    kept = package().sampling.top_p_renorm_probs(
-        (weights.double() / total).float(), top_p[:, 0].float(), is_deterministic=True
-    )
-    distances = rows.distances
-    edge = distances.masked_fill(kept <= 0, -1.0).amax(-1, keepdim=True)
-    inside = weights.masked_fill(distances >= edge, 0)
-    before = inside.sum(-1, keepdim=True)
-    at_edge = weights.masked_fill(distances != edge, 0)
-    # Equal weights, in the order of the vocabulary: each asks whether top-p was reached before it.
-    summed = before + at_edge.cumsum(-1) - at_edge
-    left = inside + at_edge.masked_fill_(summed.double() >= top_p * total, 0)
+    shares = (weights.double() / total).float()
+    kept = package().sampling.top_p_renorm_probs(shares, top_p[:, 0].float(), is_deterministic=True)
+    least = shares.masked_fill(kept <= 0, 2.0).amin(-1, keepdim=True)
+    inside = weights.masked_fill(shares <= least, 0)
+    equals = weights.masked_fill(shares != least, 0)
+    summed = inside.sum(-1, keepdim=True) + equals.cumsum(-1) - equals
+    left = inside + equals.masked_fill_(summed.double() >= top_p * total, 0)
     return _above_min_p(rows, left)
 
 
