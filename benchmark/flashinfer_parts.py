@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ LENGTHS = {
     "16 ragged": [37 + 91 * i for i in range(16)],
 }
 VOCABULARY = 128256
+CALLS = 32
+"""In one graph: a launch of it takes as long as some of them."""
 CUTS = {
     "whole": (-1, 1.0, 0.0),
     "top-p 0.95": (-1, 0.95, 0.0),
@@ -104,7 +107,7 @@ def layers(rounds: int) -> Rows:
         ):
             times: list[float | None] = []
             for ops in (TorchOps(), None if reason else FlashInferOps()):
-                found = None if ops is None else time_graph([lambda o=ops, c=call: c(o)], rounds)[0]
+                found = None if ops is None else time_graph([partial(call, ops)] * CALLS, rounds)[0]
                 times.append(found)
             assert times[0] is not None
             rows.append(row(part, f"{count} rows", times[0], times[1], note=reason or ""))

@@ -11,7 +11,7 @@ from minima_kernels.attention.merge import State
 from minima_kernels.cuda.library import package
 
 HEAD_DIMS = (64, 128, 256)
-"""Those that the library has kernels for, and is faster at than torch (``benchmark/extend.py``)."""
+"""Those it has kernels for; ``benchmark/flashinfer_parts.py`` compares them with torch's."""
 
 _WORKSPACE_BYTES = 1 << 20  # partials of split keys would need more; nothing is split here
 
