@@ -45,8 +45,6 @@ class SamplingRow:
     constraint: Constraint | None = None
     """The grammar that the sequence follows."""
     greedy: bool = field(init=False)
-    cut: bool = field(init=False)
-    """Whether only part of the distribution is sampled from."""
     penalised: bool = field(init=False)
     adjusted: bool = field(init=False)
     """Whether the logits of this row may have to be changed."""
@@ -54,7 +52,6 @@ class SamplingRow:
     def __post_init__(self) -> None:
         params = self.params
         self.greedy = params.greedy
-        self.cut = params.top_k != -1 or params.top_p != 1 or params.min_p != 0
         self.penalised = bool(
             params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1
         )
