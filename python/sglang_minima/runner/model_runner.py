@@ -205,6 +205,7 @@ class ModelRunner:
         """Device memory that decode steps keep besides weights and arena."""
         return 0 if self._graphs is None else self._graphs.scratch_bytes
 
+    @torch.inference_mode()
     def load(self, batch: ForwardBatch) -> None:
         """Makes the work lists of the kernels that `forward` will run, and sends them off."""
         if batch.decode_plan is not None and isinstance(self._attention, CudaPagedAttention):
