@@ -19,8 +19,8 @@ QUERIES = {"tq3": torch.float32, "fp8": torch.bfloat16}
 
 @pytest.fixture(autouse=True)
 def short_cohorts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Segments of a few pages are cohorts of FP8, too."""
-    monkeypatch.setattr(work, "FP8_RULE", work.FP8_RULE._replace(min_saved=0))
+    """Segments of a few pages and rows are cohorts of FP8, too."""
+    monkeypatch.setattr(work, "FP8_RULE", work.FP8_RULE._replace(min_stacked=9, min_saved=0))
 
 
 @pytest.mark.parametrize(("name", "query_bits"), [*CASES, ("fp8", 15)])

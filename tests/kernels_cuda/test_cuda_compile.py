@@ -53,8 +53,8 @@ LIMITS = {
     cohort("tq3", 256): Limit(128, 150),
     cohort("tq3", 256, 8): Limit(128, 50),
     cohort("tq(16,4)", 64): Limit(128, 0),
-    cohort("fp8", 128): Limit(128, 80),
-    cohort("fp8", 256): Limit(128, 512),
+    cohort("fp8", 128): Limit(128, 48),
+    cohort("fp8", 256): Limit(128, 150),
     # 256 threads: 3 blocks get 80 registers each, 2 get 128.
     conversion("fp8", "tq3", 128): Limit(80, 0),
     conversion("bf16", "tq3", 256): Limit(128, 40),

@@ -23,8 +23,8 @@ LIMITS = {15: 5e-4, 8: 2.5e-2}
 
 @pytest.fixture(autouse=True)
 def short_cohorts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Segments of a few pages are cohorts of FP8, too."""
-    monkeypatch.setattr(work, "FP8_RULE", work.FP8_RULE._replace(min_saved=0))
+    """Segments of a few pages and rows are cohorts of FP8, too."""
+    monkeypatch.setattr(work, "FP8_RULE", work.FP8_RULE._replace(min_stacked=9, min_saved=0))
 
 
 @pytest.fixture

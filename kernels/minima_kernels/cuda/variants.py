@@ -50,10 +50,10 @@ WARPS = 4
 # owns rows and of one that unpacks. Twice both must not exceed four times the 128 a thread starts
 # with, or a block waits for registers for ever.
 _COHORT = {64: (6, 6, 192, 64), 128: (6, 6, 192, 64), 256: (3, 3, 216, 40)}
-# Over FP8 pages also: pages held in registers, and whether the next page's scores are made early;
-# both take registers.
+# Over FP8 pages also: pages that are copied ahead, and whether the next page's scores are made
+# early, which takes registers.
 _COHORT_FP8 = {
-    64: (6, 6, 176, 80, 4, 1), 128: (6, 6, 184, 72, 2, 0), 256: (2, 3, 208, 48, 1, 0),
+    64: (6, 6, 208, 48, 4, 1), 128: (4, 4, 208, 48, 4, 1), 256: (2, 2, 208, 48, 1, 0),
 }  # fmt: skip
 _COHORT_THREADS = 512
 

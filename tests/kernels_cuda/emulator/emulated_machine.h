@@ -212,7 +212,16 @@ template <int BYTES>
 inline void copy_async(uint32_t target, const void* source) {
   if (target % BYTES || reinterpret_cast<uintptr_t>(source) % BYTES) emulator::fail("misaligned copy");
   if (emulator::by_chance()) memcpy(emulator::at_address(target), source, BYTES);
-  else emulator::current->copies.push_back({emulator::at_address(target), source, BYTES});
+  else emulator::current->copies.push_back({emulator::at_address(target), source, BYTES, emulator::current->copy_groups});
+}
+inline void copy_async_commit() { emulator::current->copy_groups++; }
+template <int PENDING>
+inline void copy_async_wait_group() {
+  auto& copies = emulator::current->copies;  // oldest first
+  while (!copies.empty() && copies.front().group < emulator::current->copy_groups - PENDING) {
+    memcpy(copies.front().target, copies.front().source, copies.front().size);
+    copies.erase(copies.begin());
+  }
 }
 inline void copy_async_wait() {
   for (const emulator::Copy& copy : emulator::current->copies) memcpy(copy.target, copy.source, copy.size);

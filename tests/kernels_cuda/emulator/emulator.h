@@ -34,6 +34,7 @@ struct Copy {
   void* target;
   const void* source;
   size_t size;
+  int group;
 };
 
 struct Warp {
@@ -53,7 +54,7 @@ struct Fiber {
   const uint32_t* word = nullptr;  // runs again when this is no longer `unwanted`
   uint32_t unwanted = 0;
   const char* where = "";
-  int groups = 0;  // committed
+  int groups = 0, copy_groups = 0;  // committed
   std::vector<Product> products;
   std::vector<Copy> copies;
 };
@@ -173,7 +174,7 @@ inline bool run_block() {
     fiber.stack.resize(STACK);
     fiber.thread = uint3{(unsigned)i % block_size.x, (unsigned)i / block_size.x, 0};
     fiber.lane = i % WARP, fiber.warp = &warps[i / WARP], fiber.warp->lanes++;
-    fiber.done = false, fiber.word = nullptr, fiber.groups = 0;
+    fiber.done = false, fiber.word = nullptr, fiber.groups = fiber.copy_groups = 0;
     fiber.products.clear(), fiber.copies.clear();
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = fiber.stack.data(), fiber.context.uc_stack.ss_size = STACK;

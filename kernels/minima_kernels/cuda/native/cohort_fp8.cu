@@ -2,12 +2,11 @@
 // work is shared out as in cohort_decode.cu.
 //   score = (codes_K . q) * k_scale[token]     wgmma f16, q as one 16-bit float
 //   out  += P * codes_V                        wgmma f16, P = weight * V scale, float sums
-// Warpgroups 0 and 1 bring K and V, through registers, where e4m3 becomes 16-bit floats, exactly; a few pages ahead
+// Warpgroups 0 and 1 bring K and V by asynchronous copies and make e4m3 16-bit floats, exactly; a few pages ahead
 // of them pages are brought to the cache. The order of rows is kept: a core matrix is 8 tokens with 8 channels each,
 // which K reads along the channels and V along the tokens. Warpgroups 2 and 3 own a block of rows each, or alternate
 // pages of the only block.
-// Macros: HEAD_DIM, K_STAGES, V_STAGES, ROW_REGISTERS, FEED_REGISTERS, HELD (pages that a warpgroup holds in
-// registers), EARLY (whether the next page's scores are made while those of a page become weights).
+// Macros: HEAD_DIM, K_STAGES, V_STAGES, ROW_REGISTERS, FEED_REGISTERS, HELD (pages that are copied ahead), EARLY (whether the next page's scores are made while those of a page become weights).
 #include <stddef.h>
 
 #include "cohort.cuh"
@@ -18,16 +17,19 @@ constexpr int K_STEPS = HEAD_DIM / 16;
 constexpr int TOKEN_STRIDE = 128, CHANNEL_STRIDE = 1024;  // bytes from one core matrix to the next
 constexpr int TILE = 2 * PAGE * HEAD_DIM, Q_TILE = 2 * ROWS * HEAD_DIM;
 constexpr int ACROSS = HEAD_DIM / 64, PIECES = 2 * ACROSS;  // 64-byte runs of a row; 16-byte pieces of a lane and page
-constexpr int AHEAD = 4 * HELD;       // pages on their way to the cache before they are loaded
+constexpr int PART = PIECES < 4 ? PIECES : 4, PARTS = PIECES / PART;  // of those, what is converted at once
+constexpr int AHEAD = 1024 / HEAD_DIM;  // pages on their way to the cache before they are copied
 constexpr bool Q_SHARED = HEAD_DIM == 256;  // no registers are left for the queries
 // Sets of scales: a tile is given back before the scales beside it are used, one or two pages later.
 constexpr int SCALE_SETS = K_STAGES + 2;
-constexpr int SHARED = (K_STAGES + V_STAGES) * TILE + Q_SHARED * CONSUMERS * Q_TILE;
+constexpr int RAW = HELD * HEAD_CODES;  // codes of one operand as they come
+constexpr int SHARED = (K_STAGES + V_STAGES) * TILE + Q_SHARED * CONSUMERS * Q_TILE + 2 * RAW;
 
 struct Shared {
   uint64_t k_full[K_STAGES], k_empty[K_STAGES], v_full[V_STAGES], v_empty[V_STAGES];
   alignas(16) float scales[SCALE_SETS][2][SCALE_SET];  // of K and V
   float v_unit[SCALE_SETS], running_unit;
+  uint32_t raw_scales[HELD][2][32];
 };
 
 static_assert(offsetof(Shared, k_full) % 8 == 0 && alignof(Shared) >= 16, "barriers");
@@ -42,7 +44,7 @@ static_assert(K_STAGES >= 2 && V_STAGES >= 2, "rounds of a ring");
 template <bool IS_K, int STAGES>
 __device__ __forceinline__ void feed(const uint8_t* share, int codes, int k_scales, int v_scales, const int* pages,
                                      const int* item_start, const uint4* items, Shared& shared, uint32_t full,
-                                     uint32_t empty, uint32_t tiles, int warp, int lane) {
+                                     uint32_t empty, uint32_t tiles, uint32_t raw, int warp, int lane) {
   // Eight neighbouring lanes hold one piece of eight tokens: a core matrix, stored without bank conflicts.
   const int token = warp * 16 + (lane & 7), piece = lane >> 3;
   const int own = codes + token * HEAD_DIM + piece * 16;
@@ -52,11 +54,17 @@ __device__ __forceinline__ void feed(const uint8_t* share, int codes, int k_scal
   Ring<SCALE_SETS> sets;
   // Items from `index` on are to come; the last page loaded is at `place` of the list of pages.
   int index = load_int(item_start + blockIdx.x), place = 0, last = 0, head = 0;
-  int held = 0, begins = 0;  // pages in registers; a bit for each that is the first of an item
-  uint32_t x[HELD][PIECES][4], scale[HELD];
+  int held = 0, begins = 0;  // pages on their way; a bit for each that is the first of an item
   auto source = [&](int at) { return share + (size_t)load_int(pages + at) * GRANULE; };
-  // To the next page, which comes to place `n` of the registers; false behind the last.
+  auto bring_to_cache = [&](int at, int of) {
+    const uint8_t* page = source(at);
+    prefetch<HEAD_CODES>(page + codes + of * HEAD_CODES);
+    if (IS_K) prefetch<HEAD_SCALES>(page + k_scales + of * HEAD_SCALES);
+    if (IS_K) prefetch<HEAD_SCALES>(page + v_scales + of * HEAD_SCALES);
+  };
+  // To the next page, which comes to place `n` of those held; false behind the last.
   auto advance = [&](int n) {
+    const bool is_start = last == 0;
     begins &= ~(1 << n);
     if (place + 1 < last) {
       place++;
@@ -64,35 +72,51 @@ __device__ __forceinline__ void feed(const uint8_t* share, int codes, int k_scal
       const Cohort item = load_cohort(items, index++);
       place = item.first, last = item.last, head = item.head;
       begins |= 1 << n;
-      if (warp == 3 && lane < min(AHEAD, last - place))
-        prefetch<HEAD_CODES>(source(place + lane) + codes + head * HEAD_CODES);
     } else {
       return false;
     }
-    if (warp == 3 && lane == 0 && place + AHEAD < last)
-      prefetch<HEAD_CODES>(source(place + AHEAD) + codes + head * HEAD_CODES);
+    if (warp == 3) {
+      if (is_start && lane < min(AHEAD, last - place)) bring_to_cache(place + lane, head);
+      if (lane == 0 && place + AHEAD < last) {
+        bring_to_cache(place + AHEAD, head);
+      } else if (lane == 0 && index < load_int(item_start + blockIdx.x + 1)) {
+        const Cohort item = load_cohort(items, index);
+        const int at = item.first + place + AHEAD - last;
+        if (at < item.last) bring_to_cache(at, item.head);
+      }
+    }
     return true;
   };
-  auto load = [&](int n) {
+  // Every lane copies and reads pieces of its own.
+  const uint32_t mine = raw + warp * 512 + lane * 16;
+  auto copy = [&](int n, int part) {
     const uint8_t* page = source(place);
-    if (has_scales) scale[n] = load_word(page + (warp == 0 ? k_scales : v_scales) + head * HEAD_SCALES + lane * 4);
+    if (part == 0 && has_scales)
+      copy_async<4>(shared_address(&shared.raw_scales[n][warp][lane]),
+                    page + (warp == 0 ? k_scales : v_scales) + head * HEAD_SCALES + lane * 4);
     page += own + head * HEAD_CODES;
 #pragma unroll
-    for (int i = 0; i < PIECES; i++) load_words<4>(page + i / ACROSS * 8 * HEAD_DIM + i % ACROSS * 64, x[n][i]);
+    for (int i = part * PART; i < (part + 1) * PART; i++)
+      copy_async<16>(mine + (n * PIECES + i) * 2048, page + i / ACROSS * 8 * HEAD_DIM + i % ACROSS * 64);
   };
-#pragma unroll
   for (int n = 0; n < HELD; n++) {
-    if (!advance(n)) break;
-    load(n);
-    held++;
-  }
-  while (held > 0) {
+    const bool more = advance(n);
+    held += more;
 #pragma unroll
-    for (int n = 0; n < HELD; n++) {
-      if (held == 0) break;
-      barrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
-      if (has_scales) {
-        float2 f = unpack_half2(scale[n]);
+    for (int part = 0; part < PARTS; part++) {
+      if (more) copy(n, part);
+      copy_async_commit();
+    }
+  }
+  for (int n = 0; held > 0; n = n + 1 == HELD ? 0 : n + 1) {
+    barrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
+    const uint32_t at = to + ring.stage * TILE;
+    bool more = true;
+#pragma unroll
+    for (int part = 0; part < PARTS; part++) {
+      copy_async_wait_group<HELD * PARTS - 1>();
+      if (part == 0 && has_scales) {
+        float2 f = unpack_half2(shared.raw_scales[n][warp][lane]);
         if (warp == 1) {
           // The unit of V scales is a power of two, raised when a page's largest would pass HEADROOM units.
           if (begins >> n & 1) shared.running_unit = 0.f;
@@ -103,23 +127,25 @@ __device__ __forceinline__ void feed(const uint8_t* share, int codes, int k_scal
         row[0] = f.x, row[1] = f.y;
         sets.advance(1);
       }
-      const uint32_t at = to + ring.stage * TILE;
 #pragma unroll
-      for (int i = 0; i < PIECES; i++)
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-          const uint32_t a = x[n][i][2 * half], b = x[n][i][2 * half + 1];
-          store16(at + i % ACROSS * 8 * CHANNEL_STRIDE + i / ACROSS * TOKEN_STRIDE + half * CHANNEL_STRIDE,
-                  halves_of_e4m3(a), halves_of_e4m3(a >> 16), halves_of_e4m3(b), halves_of_e4m3(b >> 16));
-        }
-      publish_shared();
-      __syncwarp();
-      if (lane == 0) arrive(full + 8 * ring.stage, 1);
-      ring.advance(1);
-      // Now that its registers are free for all that it takes to find the next page.
-      if (advance(n)) load(n);
-      else held--;
+      for (int i = part * PART; i < (part + 1) * PART; i++) {
+        const uint4 x = load_shared16(mine + (n * PIECES + i) * 2048);
+        const uint32_t piece_at = at + i % ACROSS * 8 * CHANNEL_STRIDE + i / ACROSS * TOKEN_STRIDE;
+        store16(piece_at, halves_of_e4m3(x.x), halves_of_e4m3(x.x >> 16), halves_of_e4m3(x.y), halves_of_e4m3(x.y >> 16));
+        store16(piece_at + CHANNEL_STRIDE, halves_of_e4m3(x.z), halves_of_e4m3(x.z >> 16), halves_of_e4m3(x.w),
+                halves_of_e4m3(x.w >> 16));
+      }
+      if (part + 1 == PARTS) {
+        publish_shared();
+        __syncwarp();
+        if (lane == 0) arrive(full + 8 * ring.stage, 1);
+        ring.advance(1);
+      }
+      if (part == 0) more = advance(n);
+      if (more) copy(n, part);
+      copy_async_commit();
     }
+    held -= !more;
   }
 }
 
@@ -147,6 +173,7 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, int v_
   __shared__ Shared shared;
   const int role = __shfl_sync(~0u, threadIdx.x >> 7, 0), warp = threadIdx.x >> 5 & 3, lane = threadIdx.x & 31;
   const uint32_t k_tiles = shared_address(memory), v_tiles = k_tiles + K_STAGES * TILE;
+  const uint32_t raw = v_tiles + V_STAGES * TILE + Q_SHARED * CONSUMERS * Q_TILE;
   const uint32_t k_full = shared_address(shared.k_full), k_empty = shared_address(shared.k_empty);
   const uint32_t v_full = shared_address(shared.v_full), v_empty = shared_address(shared.v_empty);
   if (threadIdx.x == 0) {
@@ -158,10 +185,11 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, int v_
   if (role < 2) {
     give_registers<FEED_REGISTERS>();
     if (role == 0)
-      feed<true, K_STAGES>(share, 0, k_scales, v_scales, pages, item_start, items, shared, k_full, k_empty, k_tiles, warp,
-                           lane);
+      feed<true, K_STAGES>(share, 0, k_scales, v_scales, pages, item_start, items, shared, k_full, k_empty, k_tiles, raw,
+                           warp, lane);
     else
-      feed<false, V_STAGES>(share, v_codes, 0, 0, pages, item_start, items, shared, v_full, v_empty, v_tiles, warp, lane);
+      feed<false, V_STAGES>(share, v_codes, 0, 0, pages, item_start, items, shared, v_full, v_empty, v_tiles, raw + RAW,
+                            warp, lane);
     return;
   }
   take_registers<ROW_REGISTERS>();

@@ -142,7 +142,16 @@ __device__ __forceinline__ void prefetch(const uint8_t* p) {
 }
 template <int BYTES>
 __device__ __forceinline__ void copy_async(uint32_t target, const void* source) {
-  asm volatile("cp.async.ca.shared.global [%0],[%1],%2;" ::"r"(target), "l"(source), "n"(BYTES) : "memory");
+  if constexpr (BYTES == 16)
+    asm volatile("cp.async.cg.shared.global [%0],[%1],16;" ::"r"(target), "l"(source) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0],[%1],%2;" ::"r"(target), "l"(source), "n"(BYTES) : "memory");
+}
+// Copies of this thread since the last call are a group; waiting leaves the latest PENDING groups on their way.
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING>
+__device__ __forceinline__ void copy_async_wait_group() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 __device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 __device__ __forceinline__ void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
