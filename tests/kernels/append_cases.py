@@ -14,7 +14,6 @@ from minima_kernels import (
     read_page,
 )
 from minima_kernels.cuda.append import CudaAppend
-from minima_kernels.cuda.native_append import NativeAppend
 
 
 def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -23,7 +22,6 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
 
 
 def check_append(
-    append: type[CudaAppend] | type[NativeAppend],
     name: str,
     dim: int,
     dtype: torch.dtype,
@@ -47,7 +45,7 @@ def check_append(
     pages = torch.tensor([0, 1, 1, 3, 3, 2, -1])
     page_bytes = torch.where(pages < 0, -1, pages * granules * GRANULE).to(device)
     slots = torch.tensor([0, 63, 5, 1, 2, 17, 0], device=device)
-    new_q, new_k = append(kind, geometry, rotation, device).run(
+    new_q, new_k = CudaAppend(kind, geometry, rotation, device).run(
         1, q, k, v, cos, sin, arenas[0], page_bytes, slots, 4
     )
     turned = rope(k, cos, sin)

@@ -13,7 +13,6 @@ from emulated import Emulation, skip_unless_possible
 from minima_kernels import KVGeometry, PageKind, Rotation, parse_format
 from minima_kernels.cuda import compiler, route
 from minima_kernels.cuda.append import CudaAppend, argument_names
-from minima_kernels.cuda.native_append import NativeAppend
 from minima_kernels.cuda.route import append_reason
 from minima_kernels.cuda.variants import append_variant
 
@@ -40,18 +39,15 @@ def emulation(monkeypatch: pytest.MonkeyPatch) -> Emulation:
         ),
     ],
 )
-@pytest.mark.parametrize("append", [CudaAppend, NativeAppend])
-def test_equals_torch(
-    emulation: Emulation, append: type[CudaAppend], name: str, dim: int, dtype: torch.dtype
-) -> None:
+def test_equals_torch(emulation: Emulation, name: str, dim: int, dtype: torch.dtype) -> None:
     for emulation.seed in range(2):
-        check_append(append, name, dim, dtype, torch.device("cpu"))
+        check_append(name, dim, dtype, torch.device("cpu"))
 
 
 @SLOW
 def test_signs_of_a_rotation(emulation: Emulation) -> None:
     signs = [1 - 2 * (channel * channel % 7 % 2) for channel in range(64)]
-    check_append(CudaAppend, "f16", 64, BF16, torch.device("cpu"), signs)
+    check_append("f16", 64, BF16, torch.device("cpu"), signs)
 
 
 def test_rows_that_lanes_cannot_read() -> None:

@@ -199,12 +199,6 @@ def append_variant(
     return Variant("append.py", tuple(arguments.items()), (APPEND_THREADS, 1), False)
 
 
-def native_append_variant(format_: Format, geometry: KVGeometry) -> Variant:
-    """The same in CUDA C++."""
-    macros = (("HEAD_DIM", geometry.head_dim), ("FORMAT", _ROW_FORMATS[format_]))
-    return Variant("append.cu", macros, (256, 1), False)
-
-
 def merge_variant(geometry: KVGeometry, split: int) -> Variant:
     """The kernel that merges partials; ``split`` groups of threads share out those of a head."""
     macros = (("HEAD_DIM", geometry.head_dim), ("SPLIT", split))
