@@ -220,10 +220,11 @@ class ServerArgs:
         },
     )
     max_running_requests: int = _setting(64, "scheduling", "sequences decoded together at most")
-    chunked_prefill_size: int = _setting(
-        512,
+    chunked_prefill_size: int | None = _setting(
+        None,
         "scheduling",
-        "prompt tokens computed in one step at most (-1: no limit)",
+        "prompt tokens computed in one step at most (default: 512 on a CPU, 8192 on a GPU; "
+        "-1: no limit)",
         size=True,
         unit="TOKENS",
     )
@@ -248,7 +249,8 @@ class ServerArgs:
         ):
             if not low <= getattr(self, name) <= high:
                 raise ArgumentError(f"{flag_name(name)} must be in [{low}, {high}]")
-        if self.chunked_prefill_size != -1 and self.chunked_prefill_size < 1:
+        chunk = self.chunked_prefill_size
+        if chunk is not None and chunk != -1 and chunk < 1:
             raise ArgumentError("--chunked-prefill-size must be positive, or -1 for no limit")
         for name in ("context_length", "kv_cache_memory", "max_total_tokens", "cpu_threads"):
             value = getattr(self, name)

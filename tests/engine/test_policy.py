@@ -12,7 +12,12 @@ from sglang_minima.messages import GenerateRequest
 from sglang_minima.runner.model_runner import ModelRunner
 from sglang_minima.sampling_params import SamplingParams
 from sglang_minima.scheduler import policy
-from sglang_minima.scheduler.policy import next_victim, note_overtaking, order_waiting
+from sglang_minima.scheduler.policy import (
+    next_victim,
+    note_overtaking,
+    order_waiting,
+    prefill_budget,
+)
 from sglang_minima.scheduler.request import Request
 from sglang_minima.scheduler.stopping import StopMatcher
 
@@ -107,3 +112,10 @@ def test_anchors_are_counted_not_searched(tiny_runner: ModelRunner) -> None:
     kit.check_idle()  # recounts them
     kit.cache.flush()
     assert report(kit.cache)["tiers"]["anchor"]["pages"] == 0
+
+
+def test_prefill_budget() -> None:
+    assert prefill_budget(None, "cpu") == 512
+    assert prefill_budget(None, "cuda") == 8192
+    assert prefill_budget(96, "cuda") == prefill_budget(96, "cpu") == 96
+    assert prefill_budget(-1, "cuda") > 1 << 40

@@ -15,6 +15,18 @@ _PATIENCE = 32
 """Requests that may be admitted before one that came earlier, because more of them is cached.
 Without a bound a flood of prompts that share a prefix would keep another one out for ever."""
 
+_CPU_CHUNK, _GPU_CHUNK = 512, 8192
+
+
+def prefill_budget(chunked_prefill_size: int | None, device: str) -> int:
+    """Prompt tokens of a step at most, by `--chunked-prefill-size`.
+
+    By default as many as keep the device busy: more would only make decode steps wait longer.
+    """
+    if chunked_prefill_size is None:
+        return _CPU_CHUNK if device == "cpu" else _GPU_CHUNK
+    return chunked_prefill_size if chunked_prefill_size > 0 else 1 << 60
+
 
 def order_waiting(
     waiting: Iterable[Request], policy: str, match_length: Callable[[Request], int]

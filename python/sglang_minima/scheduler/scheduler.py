@@ -33,6 +33,7 @@ from sglang_minima.scheduler.policy import (
     next_victim,
     note_overtaking,
     order_waiting,
+    prefill_budget,
     twin_ahead,
 )
 from sglang_minima.scheduler.request import Request, one_slow
@@ -83,6 +84,7 @@ class Scheduler:
         """Tokens of room with which the first of the waiting was refused; None: not known."""
         self._next_holder = 0
         self._max_running = args.max_running_requests
+        self._prefill_budget = prefill_budget(args.chunked_prefill_size, runner.device.type)
         self._random = random.Random(args.random_seed)
         self.statistics = Statistics(args.decode_log_interval, runner.device)
         self._launcher = Launcher(cache, runner, self.statistics)
@@ -201,8 +203,7 @@ class Scheduler:
         """Chooses this step's work and reserves pages for it."""
         scheduled = Scheduled([], [])
         decodes = scheduled.decodes
-        chunk = self._args.chunked_prefill_size
-        budget = chunk if chunk > 0 else 1 << 60
+        budget = self._prefill_budget
         plain = not self._cache.deterministic
         for request in one_slow(self._running):
             if plain and request.prefilled and request.written < request.room:
