@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from minima_kernels.cuda.order import HEAD_DIMS, PAGE_SIZE
+from minima_kernels.cuda.retier import DENSE
 from minima_kernels.cuda.variants import (
     MERGE_SPLITS,
     Variant,
@@ -27,7 +28,7 @@ from minima_kernels.cuda.variants import (
     retier_variant,
     unsupported,
 )
-from minima_kernels.formats import BF16, F16, FP8, TQ, Format, parse_format
+from minima_kernels.formats import FP8, TQ, Format, parse_format
 from minima_kernels.geometry import KVGeometry
 
 FORMATS = ("tq3", "tq(16,4)", "tq(16,8)", "tq(8,4)", "tq(4,4)", "fp8", "bf16", "f16")
@@ -58,18 +59,22 @@ def variants(
                 found |= {append_variant(format_, geometry, dtype): None for dtype in rows}
             if has_cohorts(format_):
                 found |= {cohort_variant(format_, geometry, count): None for count in bits}
-        found |= dict.fromkeys(_conversions([parse_format(name) for name in formats], geometry))
+        found |= dict.fromkeys(conversions(map(parse_format, formats), geometry, rows))
         found |= {prepare_variant(geometry): None, mass_variant(geometry): None}
         found |= {merge_variant(geometry, split): None for split in MERGE_SPLITS}
     return list(found)
 
 
-def _conversions(formats: Iterable[Format], geometry: KVGeometry) -> list[Variant]:
+def conversions(
+    formats: Iterable[Format], geometry: KVGeometry, dtypes: Iterable[torch.dtype]
+) -> list[Variant]:
+    """Kernels that seal, compress and promote pages of these formats, and expand them for
+    attention in these dtypes."""
     chosen = list(dict.fromkeys(formats))
+    dense = [DENSE[dtype] for dtype in dict.fromkeys(dtypes) if dtype in DENSE]
     found = []
     for source in chosen:
-        dense = F16 if source == F16 else BF16
-        found.append(retier_variant(source, dense, geometry, "expand"))
+        found += [retier_variant(source, to, geometry, "expand") for to in dense]
         for destination in chosen:
             if source != destination and (
                 destination == FP8 or (source.appendable and isinstance(destination, TQ))

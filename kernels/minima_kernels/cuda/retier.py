@@ -19,7 +19,8 @@ from minima_kernels.geometry import KVGeometry
 _ARENA, _SOURCES, _TARGETS, _NUMBERS = 0, 1, 2, 3
 _FIRST, _KEYS, _VALUES, _PAGES = 2, 7, 8, 9
 
-_DENSE: dict[torch.dtype, Format] = {torch.float16: F16, torch.bfloat16: BF16}
+DENSE: dict[torch.dtype, Format] = {torch.float16: F16, torch.bfloat16: BF16}
+"""Formats of expanded pages, by the dtype of attention."""
 
 
 class LayerShares(NamedTuple):
@@ -83,7 +84,7 @@ def expand_pages(
     pages, heads = len(source.addresses), geometry.num_kv_heads
     shape = heads, pages * geometry.page_size, geometry.head_dim
     keys, values = (torch.empty(shape, dtype=dtype, device=arena.device) for _ in range(2))
-    launch = _expansion(source.format_, _DENSE[dtype], geometry, arena.device)
+    launch = _expansion(source.format_, DENSE[dtype], geometry, arena.device)
     launch.set(_ARENA, arena.data_ptr())
     launch.set(_SOURCES, source.addresses.data_ptr())
     launch.set(_FIRST, source.offset)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,8 @@ import torch
 
 from minima_kernels import KVGeometry, Rotation
 from minima_kernels.cuda import library
+from minima_kernels.cuda.build import compile_all, conversions
+from minima_kernels.cuda.retier import retier_reason
 from minima_kernels.cuda.route import append_reason, decode_reason, group_reason
 from sglang_minima.cache.arena import KVArena
 from sglang_minima.models.config import ModelConfig
@@ -189,6 +192,10 @@ class ModelRunner:
         assert arena is not None, "capture before attach"
         if self.kernels_reason(arena) is not None:
             return
+        formats = {format_ for kind in arena.profile.kinds for format_ in kind.formats}
+        if retier_reason(formats, arena.geometry, self.device) is None:
+            # Now, not when the first page is converted and requests wait.
+            compile_all(conversions(formats, arena.geometry, [self.dtype]), os.cpu_count() or 1)
         graphs = DecodeGraphs(
             self._step, arena, most_rows, self.config.num_heads, self.context_length
         )
