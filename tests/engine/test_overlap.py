@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minima_radix import check
-from sglang_minima.messages import FinishReason
+from sglang_minima.messages import ControlRequest, FinishReason
 from sglang_minima.runner import idle
 from sglang_minima.runner.batch import ForwardBatch
 from sglang_minima.runner.drawn import DrawnTokens
@@ -28,6 +28,7 @@ from sglang_minima.runner.sampling import NO_TOKEN, SamplingRow, draw, sample
 from sglang_minima.sampling_params import SamplingParams
 from sglang_minima.scheduler import overlap
 from sglang_minima.scheduler.overlap import Overlap
+from sglang_minima.scheduler.process import SchedulerProcess
 from sglang_minima.tokenization.tokenizer import Tokenizer
 
 VOCAB, PAGE = 512, 16
@@ -216,6 +217,30 @@ def test_abort_of_all_in_flight_leaves_nothing(tiny_runner: ModelRunner) -> None
     assert kit.scheduler.busy  # until the step in flight has come home
     kit.step()
     assert not kit.scheduler.busy
+    kit.check_idle()
+
+
+def test_the_cache_is_flushed_right_after_an_abort(tiny_runner: ModelRunner) -> None:
+    """A step in flight of requests that are no more does not count as one that runs."""
+    prompt = prompts_of(5, 2)[1]
+    expected = kit_of(tiny_runner, False).generate([prompt], max_new_tokens=40)
+    kit = kit_of(tiny_runner, True)
+    process = SchedulerProcess.__new__(SchedulerProcess)
+    process.scheduler, process.cache = kit.scheduler, kit.cache
+    flush = ControlRequest("c", "flush_cache")
+    rid = kit.submit(prompt, max_new_tokens=40)
+    for _ in range(4):
+        kit.step()
+    refused = process._control(flush)
+    assert refused is not None and not refused.ok
+    kit.scheduler.abort(rid)
+    assert kit.scheduler._flight is not None
+    flushed = process._control(flush)
+    assert flushed is not None and flushed.ok
+    assert kit.cache.tree is not None and kit.cache.tree.total_pages == 0
+    check(kit.cache.lifecycle)
+    # The pages go to the next request while the step is still to come home.
+    assert kit.generate([prompt], max_new_tokens=40) == expected
     kit.check_idle()
 
 

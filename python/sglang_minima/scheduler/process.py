@@ -139,7 +139,7 @@ class SchedulerProcess:
         if message.method == "load":
             return ControlReply(message.id, True, self.load())
         if message.method == "flush_cache":
-            if self.scheduler.busy:
+            if self.scheduler.serving:
                 return ControlReply(message.id, False, "requests are running or waiting")
             return ControlReply(message.id, True, self.cache.flush())
         if message.method == "check":

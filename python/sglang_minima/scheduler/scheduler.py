@@ -94,9 +94,15 @@ class Scheduler:
     # --- requests in and out -------------------------------------------------------------------
 
     @property
+    def serving(self) -> bool:
+        """True while any request is running or waits for room."""
+        return bool(self._running or self._waiting)
+
+    @property
     def busy(self) -> bool:
-        """True while any request is running or waits for room, or a step is in flight."""
-        return bool(self._running or self._waiting or self._flight)
+        """True while `step` has something to do for requests: serving, or a step is in flight,
+        maybe of requests that have all been aborted."""
+        return self.serving or self._flight is not None
 
     @property
     def running(self) -> int:
