@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
-_PACKAGES = ("sglang-minima", "torch", "transformers", "numpy")
+_PACKAGES = (
+    "sglang-minima", "torch", "transformers", "numpy", "flashinfer-python", "tilelang",
+)  # fmt: skip
 _CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 
 

@@ -10,8 +10,9 @@ import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any, Literal
+from functools import cache
+from types import MappingProxyType, NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 
 class ArgumentError(ValueError):
@@ -231,7 +232,8 @@ class ServerArgs:
 
     def __post_init__(self) -> None:
         for entry in dataclasses.fields(self):
-            value = getattr(self, entry.name)
+            value = _checked(entry, getattr(self, entry.name))
+            object.__setattr__(self, entry.name, value)
             # Most often a variable that a start script did not set: an empty key must not open
             # the server, nor an empty host.
             if isinstance(value, str) and not value.strip() and entry.default != "":
@@ -268,6 +270,41 @@ class ServerArgs:
         values = dataclasses.asdict(self)
         values["api_key"] = None if self.api_key is None else "***"
         return values
+
+
+@cache
+def _choices() -> dict[str, tuple[Any, ...]]:
+    """Types that each setting may have, None among them."""
+    hints = get_type_hints(ServerArgs)
+    return {
+        name: (hint,) if get_origin(hint) is Literal or not get_args(hint) else get_args(hint)
+        for name, hint in hints.items()
+    }
+
+
+def _checked(entry: dataclasses.Field[Any], value: Any) -> Any:
+    """The value of a setting, a size such as "2g" as a number.
+
+    The command line has checked it, a program has not.
+    """
+    expected = ""
+    for option in _choices()[entry.name]:
+        if get_origin(option) is Literal:
+            if value in get_args(option):
+                return value
+            expected = f"one of {', '.join(get_args(option))}"
+        elif option is NoneType:
+            if value is None:
+                return value
+        elif option is float and isinstance(value, int) and not isinstance(value, bool):
+            return float(value)
+        elif type(value) is option:
+            return value
+        elif option is int and isinstance(value, str) and entry.metadata["size"]:
+            return parse_size(value)
+        else:
+            expected = {bool: "true or false", str: "text"}.get(option, "a number")
+    raise ArgumentError(f"{flag_name(entry.name)}: {value!r} is not {expected}")
 
 
 def parse_layers(text: str) -> tuple[int, ...]:

@@ -59,13 +59,13 @@ def variants(
                 found |= {append_variant(format_, geometry, dtype): None for dtype in rows}
             if has_cohorts(format_):
                 found |= {cohort_variant(format_, geometry, count): None for count in bits}
-        found |= dict.fromkeys(conversions(map(parse_format, formats), geometry, rows))
+        found |= dict.fromkeys(_conversions(map(parse_format, formats), geometry, rows))
         found |= {prepare_variant(geometry): None, mass_variant(geometry): None}
         found |= {merge_variant(geometry, split): None for split in MERGE_SPLITS}
     return list(found)
 
 
-def conversions(
+def _conversions(
     formats: Iterable[Format], geometry: KVGeometry, dtypes: Iterable[torch.dtype]
 ) -> list[Variant]:
     """Kernels that seal, compress and promote pages of these formats, and expand them for

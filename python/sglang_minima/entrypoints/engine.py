@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import dataclasses
+import difflib
 import logging
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator
@@ -21,7 +23,7 @@ from sglang_minima.processes import (
     resolve_model,
     start,
 )
-from sglang_minima.server_args import ServerArgs
+from sglang_minima.server_args import ArgumentError, ServerArgs
 from sglang_minima.tokenization.manager import ModelLimits, TokenizerManager
 
 _GUARD = 'A script that makes an Engine needs `if __name__ == "__main__":` around it.'
@@ -48,6 +50,11 @@ class Engine:
     """
 
     def __init__(self, *, scheduler: str = SCHEDULER, **settings: Any) -> None:
+        known = [entry.name for entry in dataclasses.fields(ServerArgs)]
+        for name in settings.keys() - set(known):
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ArgumentError(f"there is no setting {name!r}{hint}")
         args = ServerArgs(**{"log_level": "error", **settings})
         logging.getLogger("sglang_minima").setLevel(args.log_level.upper())
         resolved = resolve_model(args)

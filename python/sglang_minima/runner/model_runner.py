@@ -12,8 +12,7 @@ import torch
 
 from minima_kernels import KVGeometry, Rotation
 from minima_kernels.cuda import library
-from minima_kernels.cuda.build import compile_all, conversions
-from minima_kernels.cuda.retier import retier_reason
+from minima_kernels.cuda.build import compile_all, variants
 from minima_kernels.cuda.route import append_reason, decode_reason, group_reason
 from sglang_minima.cache.arena import KVArena
 from sglang_minima.models.config import ModelConfig
@@ -164,10 +163,16 @@ class ModelRunner:
         self._arena = arena
         self._graphs = None
         dim = arena.geometry.head_dim
-        if self.kernels_reason(arena) is None:
+        lacking = self.kernels_reason(arena)
+        if lacking is None:
+            # All now: what fails then is a server that does not start, and no request waits for it.
+            formats = {format_.name for kind in arena.profile.kinds for format_ in kind.formats}
+            compile_all(variants(formats, [dim], dtypes=[self.dtype]), os.cpu_count() or 1)
             rotation = Rotation(dim, torch.float32, self.device)
             self._attention = CudaPagedAttention(arena, rotation)
         else:
+            if self.device.type == "cuda":
+                logger.warning("New rows go through torch, and no step is replayed: %s", lacking)
             self._attention = PagedAttention(arena, Rotation(dim, self.dtype, self.device))
 
     def detach(self) -> None:
@@ -175,7 +180,8 @@ class ModelRunner:
         self._arena = self._attention = self._graphs = None
 
     def kernels_reason(self, arena: KVArena) -> str | None:
-        """Why the CUDA kernels do not read the pages of an arena; None if they do."""
+        """Why new rows go through torch and decode steps are not replayed as graphs; None where
+        CUDA kernels do all of it."""
         if self.device.type != "cuda":
             return "no CUDA device"
         formats = {format_ for kind in arena.profile.kinds for format_ in kind.formats}
@@ -192,10 +198,6 @@ class ModelRunner:
         assert arena is not None, "capture before attach"
         if self.kernels_reason(arena) is not None:
             return
-        formats = {format_ for kind in arena.profile.kinds for format_ in kind.formats}
-        if retier_reason(formats, arena.geometry, self.device) is None:
-            # Now, not when the first page is converted and requests wait.
-            compile_all(conversions(formats, arena.geometry, [self.dtype]), os.cpu_count() or 1)
         graphs = DecodeGraphs(
             self._step, arena, most_rows, self.config.num_heads, self.context_length
         )

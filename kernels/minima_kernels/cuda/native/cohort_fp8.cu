@@ -6,7 +6,8 @@
 // of them pages are brought to the cache. The order of rows is kept: a core matrix is 8 tokens with 8 channels each,
 // which K reads along the channels and V along the tokens. Warpgroups 2 and 3 own a block of rows each, or alternate
 // pages of the only block.
-// Macros: HEAD_DIM, K_STAGES, V_STAGES, ROW_REGISTERS, FEED_REGISTERS, HELD (pages that are copied ahead), EARLY (whether the next page's scores are made while those of a page become weights).
+// Macros: HEAD_DIM, K_STAGES, V_STAGES, ROW_REGISTERS, FEED_REGISTERS, HELD (pages that are copied ahead), EARLY
+// (whether the next page's scores are made while those of a page become weights).
 #include <stddef.h>
 
 #include "cohort.cuh"
