@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import psutil
@@ -9,9 +10,10 @@ import pytest
 import torch
 from engine_kit import EngineKit, make_args
 
+from sglang_minima.entrypoints.engine import Engine
 from sglang_minima.runner.model_runner import ForwardOutput, ModelRunner
 from sglang_minima.scheduler.process import check_settings
-from sglang_minima.server_args import ArgumentError
+from sglang_minima.server_args import ArgumentError, ServerArgs, flag_name
 
 
 @pytest.mark.parametrize(
@@ -79,3 +81,17 @@ def test_no_token_is_made_up(
     assert kit.tokens(bad) == []
     assert len(kit.tokens(good)) == 6
     kit.check_idle()
+
+
+def test_settings_of_a_program_are_checked() -> None:
+    """Each with a value that no type or list of choices allows: one sentence that names it."""
+    for entry in dataclasses.fields(ServerArgs):
+        with pytest.raises(ArgumentError, match=f"^{flag_name(entry.name)}: .* is not"):
+            ServerArgs(**{entry.name: object()})
+    for name, value in (("device", "gpu"), ("kv_profile", "x"), ("page_size", "64"), ("dtype", 8)):
+        with pytest.raises(ArgumentError, match=flag_name(name)):
+            ServerArgs(**{name: value})
+    args = ServerArgs(kv_cache_memory="1g", mem_fraction_static=1, chunked_prefill_size="2k")
+    assert (args.kv_cache_memory, args.chunked_prefill_size) == (1 << 30, 2048)
+    with pytest.raises(ArgumentError, match="no setting 'kv_profil'; did you mean kv_profile"):
+        Engine(kv_profil="fp8")

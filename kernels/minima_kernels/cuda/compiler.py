@@ -44,7 +44,9 @@ def find_nvcc() -> str | None:
     """Path of nvcc: of ``CUDA_HOME``, of ``PATH``, or where CUDA is usually installed."""
     candidates = [os.path.join(os.environ.get("CUDA_HOME", ""), "bin", "nvcc")]
     candidates += [shutil.which("nvcc") or "", "/usr/local/cuda/bin/nvcc"]
-    return next((path for path in candidates if os.path.isabs(path) and os.access(path, os.X_OK)), None)
+    return next(
+        (path for path in candidates if os.path.isabs(path) and os.access(path, os.X_OK)), None
+    )
 
 
 def cache_folder() -> Path:
