@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Route(NamedTuple):
-    """An operation (``decode``, ``extend``, ``retier``) served by an implementation.
+    """An operation (``decode``, ``extend``, ``append`` ...) served by an implementation.
 
     ``reason`` says why a faster route was not taken; empty when this is the fastest there is.
     """

@@ -112,4 +112,6 @@ def test_made_in_a_thread_that_ends(model_dir: Path) -> None:
         engine.generate("abc", FOUR)
     engine.shutdown()
     engine.shutdown()
+    with pytest.raises(EngineDead, match="was shut down"):
+        engine.generate("abc", FOUR)
     assert len(children) >= 2

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 MISSING = "FlashInfer is not installed"
 SWITCHED_OFF = "FlashInfer switched off"
@@ -143,6 +146,7 @@ def _try(device: torch.device, run: Callable[[Any], None]) -> str | None:
         run(found)
         torch.cuda.synchronize(device)
     except Exception as error:  # compilers and loaders raise all kinds
+        logger.debug("FlashInfer failed a trial", exc_info=True)
         return _short(error)
     return None
 

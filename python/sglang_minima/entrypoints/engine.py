@@ -25,6 +25,7 @@ from sglang_minima.processes import (
 )
 from sglang_minima.server_args import ArgumentError, ServerArgs
 from sglang_minima.tokenization.manager import ModelLimits, TokenizerManager
+from sglang_minima.tokenization.state import EngineDead
 
 _GUARD = 'A script that makes an Engine needs `if __name__ == "__main__":` around it.'
 T = TypeVar("T")
@@ -172,6 +173,9 @@ class Engine:
         return parse_generate(body, self._manager.limits.vocab_size, self._manager.bounds)
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> Any:
+        if self._loop.is_closed():
+            work.close()
+            raise EngineDead("the engine was shut down")
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:

@@ -98,7 +98,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
         rows: the sequences, in the order of the logits.
 
     Returns:
-        Token ids, one a row; `NO_TOKEN` for rows whose logits hold infinities or no numbers.
+        Token ids, one a row; `NO_TOKEN` for rows with a NaN, or whose greatest logit is infinite.
     """
     tokens: list[int] = draw(_adjust(logits, rows), rows).tolist()
     return tokens

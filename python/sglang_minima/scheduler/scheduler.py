@@ -157,7 +157,8 @@ class Scheduler:
     # --- one step ------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Runs one batch, or takes the tokens of one in flight; False when there was neither."""
+        """Runs one batch, or takes the tokens of one in flight; False when there was nothing to do,
+        not even pages to convert."""
         self._parked.take(self._queue, self._fail)
         if self._flight is not None:
             self._go_on(self._flight)
