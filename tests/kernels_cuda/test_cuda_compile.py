@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 
 from minima_kernels import KVGeometry, parse_format
 from minima_kernels.cuda import compiler
-from minima_kernels.cuda.build import compile_all, variants
+from minima_kernels.cuda.build import compile_all, expansions, variants
 from minima_kernels.cuda.variants import (
     Variant,
     cohort_variant,
@@ -129,3 +130,15 @@ def test_compiler_errors_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(RuntimeError, match="HEAD_DIM"):
         compiler.compile_kernel("merge.cu", {"SPLIT": 1})
     assert not list(tmp_path.rglob("*.cubin"))
+
+
+def test_what_a_server_compiles_at_its_start() -> None:
+    """All that pages of its formats may need, in its dtype alone."""
+    chosen = variants({"fp8", "tq3"}, [64], dtypes=[])
+    sources = {variant.source for variant in chosen}
+    assert sources == {
+        "cohort_decode.cu", "cohort_fp8.cu", "merge.cu", "prepare.cu", "retier.cu",
+        "row_decode.cu", "tq_decode.cu",
+    }  # fmt: skip
+    assert len(expansions({"fp8", "tq3"}, [64], [torch.float16, torch.float32])) == 2
+    assert not expansions({"fp8"}, [64], [torch.float32])

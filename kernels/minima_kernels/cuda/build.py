@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import permutations, product
 from pathlib import Path
 
 import torch
@@ -48,6 +49,7 @@ def variants(
     """
     found: dict[Variant, None] = {}
     bits, formats, rows = tuple(query_bits), tuple(formats), tuple(dtypes)
+    head_dims = tuple(head_dims)
     for dim in head_dims:
         geometry = KVGeometry(1, 1, dim, PAGE_SIZE)
         for name in formats:
@@ -59,28 +61,34 @@ def variants(
                 found |= {append_variant(format_, geometry, dtype): None for dtype in rows}
             if has_cohorts(format_):
                 found |= {cohort_variant(format_, geometry, count): None for count in bits}
-        found |= dict.fromkeys(_conversions(map(parse_format, formats), geometry, rows))
+        found |= dict.fromkeys(_conversions(map(parse_format, formats), geometry))
         found |= {prepare_variant(geometry): None, mass_variant(geometry): None}
         found |= {merge_variant(geometry, split): None for split in MERGE_SPLITS}
+    found |= dict.fromkeys(expansions(formats, head_dims, rows))
     return list(found)
 
 
-def _conversions(
-    formats: Iterable[Format], geometry: KVGeometry, dtypes: Iterable[torch.dtype]
+def expansions(
+    formats: Iterable[str], head_dims: Iterable[int], dtypes: Iterable[torch.dtype]
 ) -> list[Variant]:
-    """Kernels that seal, compress and promote pages of these formats, and expand them for
-    attention in these dtypes."""
+    """Kernels that expand pages of these formats for attention in these dtypes; it takes those of
+    16 bits only."""
+    dense = [DENSE[dtype] for dtype in dtypes if dtype in DENSE]
+    pairs = product(map(parse_format, formats), dense, head_dims)
+    return [
+        retier_variant(source, to, KVGeometry(1, 1, dim, PAGE_SIZE), "expand")
+        for source, to, dim in pairs
+    ]
+
+
+def _conversions(formats: Iterable[Format], geometry: KVGeometry) -> list[Variant]:
+    """Kernels that seal, compress and promote pages of these formats."""
     chosen = list(dict.fromkeys(formats))
-    dense = [DENSE[dtype] for dtype in dict.fromkeys(dtypes) if dtype in DENSE]
-    found = []
-    for source in chosen:
-        found += [retier_variant(source, to, geometry, "expand") for to in dense]
-        for destination in chosen:
-            if source != destination and (
-                destination == FP8 or (source.appendable and isinstance(destination, TQ))
-            ):
-                found.append(retier_variant(source, destination, geometry))
-    return found
+    return [
+        retier_variant(source, destination, geometry)
+        for source, destination in permutations(chosen, 2)
+        if destination == FP8 or (source.appendable and isinstance(destination, TQ))
+    ]
 
 
 def compile_all(chosen: Iterable[Variant], jobs: int) -> list[Path]:

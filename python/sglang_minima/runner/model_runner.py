@@ -12,8 +12,9 @@ import torch
 
 from minima_kernels import KVGeometry, Rotation
 from minima_kernels.cuda import library
-from minima_kernels.cuda.build import compile_all, variants
+from minima_kernels.cuda.build import compile_all, expansions, variants
 from minima_kernels.cuda.route import append_reason, decode_reason, group_reason
+from minima_kernels.cuda.variants import append_variant
 from sglang_minima.cache.arena import KVArena
 from sglang_minima.models.config import ModelConfig
 from sglang_minima.models.layer_ops import layer_ops
@@ -167,7 +168,11 @@ class ModelRunner:
         if lacking is None:
             # All now: what fails then is a server that does not start, and no request waits for it.
             formats = {format_.name for kind in arena.profile.kinds for format_ in kind.formats}
-            compile_all(variants(formats, [dim], dtypes=[self.dtype]), os.cpu_count() or 1)
+            needed = variants(formats, [dim], dtypes=[])
+            for format_ in set(arena.profile.recent.formats):
+                needed.append(append_variant(format_, arena.geometry, self.dtype))
+            needed += expansions(formats, [dim], [self.dtype])
+            compile_all(needed, os.cpu_count() or 1)
             rotation = Rotation(dim, torch.float32, self.device)
             self._attention = CudaPagedAttention(arena, rotation)
         else:
