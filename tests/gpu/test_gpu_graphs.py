@@ -79,7 +79,8 @@ def test_no_fallbacks_and_no_dense_copy(runner: ModelRunner) -> None:
     routes = {(route.operation, route.route) for route in used}
     assert routes <= {
         ("decode", "cuda"), ("append", "cuda"), ("extend", "flash"), ("retier", "cuda"),
-        ("graph", "replay"), ("graph", "eager"), ("norm", "flashinfer"), ("norm", "torch"),
+        ("expand", "cuda"), ("graph", "replay"), ("graph", "eager"), ("norm", "flashinfer"),
+        ("norm", "torch"),
         ("prefill", "flashinfer"), ("prefill", "flash"),
     }  # fmt: skip
     eager = {route.reason for route in used if (route.operation, route.route) == ("graph", "eager")}

@@ -50,12 +50,16 @@ def expand_tile(
     offset: int,
     geometry: KVGeometry,
     dtype: torch.dtype,
+    routes: RouteCounters,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of consecutive pages, rotated: ``[H, num_tokens, D]`` each."""
-    if arena.is_cuda and retier_reason([format_], geometry, arena.device) is None:
-        shares = LayerShares(addresses, format_, offset)
-        k, v = expand_pages(arena, shares, geometry, dtype)
-        return k[:, :num_tokens], v[:, :num_tokens]
+    if arena.is_cuda:
+        reason = retier_reason([format_], geometry, arena.device)
+        routes.count("expand", "cuda" if reason is None else "torch", reason or "")
+        if reason is None:
+            shares = LayerShares(addresses, format_, offset)
+            k, v = expand_pages(arena, shares, geometry, dtype)
+            return k[:, :num_tokens], v[:, :num_tokens]
     data = read_shares(arena, addresses, format_, offset, geometry)
     tile = format_.expand(data[None], geometry)
     k, v = tile.k, tile.v
@@ -190,6 +194,7 @@ def run_flash_extend(
                 kind.layer_offset(layer, plan.geometry),
                 plan.geometry,
                 q.dtype,
+                routes,
             )
             state.attend(keys, values, scale)
         out, lse = unfold(state.out), unfold(state.lse)

@@ -374,6 +374,7 @@ class Scheduler:
             if token == NO_TOKEN:
                 self._fail(request, "the model computed values that are no numbers", 500)
                 continue
+            self.statistics.generated += 1
             request.tokens.append(token)
             request.unsent.append(token)
             if not request.prefilled:
@@ -387,7 +388,6 @@ class Scheduler:
                 outputs.append(take_output(request, reason))
             elif len(request.unsent) >= request.interval or request.reply is None:
                 outputs.append(take_output(request, None))
-        self.statistics.generated += len(sampled)
         if outputs:
             self._send(outputs)
 
