@@ -70,6 +70,11 @@ class EngineKit:
             steps += 1
             assert steps < 200_000, "the scheduler makes no progress"
 
+    def preempt_last(self) -> None:
+        """Takes the pages of the running request that was admitted last."""
+        scheduler = self.scheduler
+        scheduler._reservations.preempt(scheduler._queues.running[-1])
+
     def settle(self) -> None:
         """Works the retier backlog off."""
         while self.cache.controller.step(64):

@@ -58,7 +58,7 @@ def test_prompt_logprobs_when_a_twin_got_ahead_during_a_preemption(
     rid = kit.submit(prompt, message=message, max_new_tokens=1)
     while kit.scheduler.running < 2:
         kit.step()
-    kit.scheduler._preempt(kit.scheduler._running[-1])
+    kit.preempt_last()
     kit.drain(verify=True)
     assert kit.last(rid).preemptions == 1
     found = input_logprobs(kit, rid)
@@ -90,7 +90,7 @@ def test_deterministic_log_probabilities_survive_a_preemption(
         kit, rid = start()
         while len(kit.outputs.get(rid, [])) < outputs:
             kit.step()
-        kit.scheduler._preempt(kit.scheduler._running[-1])
+        kit.preempt_last()
         kit.drain()
         assert kit.last(rid).preemptions == 1
         assert output_logprobs(kit, rid) == expected, f"preempted after {outputs} tokens"

@@ -27,6 +27,7 @@ from sglang_minima.runner.model_runner import ForwardOutput, ModelRunner
 from sglang_minima.runner.sampling import NO_TOKEN, SamplingRow, draw, sample
 from sglang_minima.sampling_params import SamplingParams
 from sglang_minima.scheduler import overlap
+from sglang_minima.scheduler.launcher import Launcher
 from sglang_minima.scheduler.overlap import Overlap
 from sglang_minima.scheduler.process import SchedulerProcess
 from sglang_minima.tokenization.tokenizer import Tokenizer
@@ -329,7 +330,7 @@ def test_where_steps_overlap(
     tiny_runner: ModelRunner, device: str, changed: dict[str, Any], enabled: bool
 ) -> None:
     kit = kit_of(tiny_runner, False, **changed)
-    launcher = kit.scheduler._launcher
+    launcher = Launcher(kit.cache, tiny_runner, kit.scheduler.statistics)
     launcher.device = torch.device(device)
     assert Overlap(kit.args, kit.cache, launcher, 100).enabled == enabled
 

@@ -1,115 +1,87 @@
-"""Turns what a step produced into messages for the detokenizer."""
+"""What leaves the scheduler: takes sampled tokens, ends sequences, sends messages about both."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
 
-import torch
-
-from sglang_minima.messages import FinishReason, LogProbs, TokenOutput
-from sglang_minima.runner.sampling import NO_TOKEN, log_probs_of, sample
+from sglang_minima.cache.prefix_cache import PrefixCache
+from sglang_minima.messages import FinishReason, TokenOutput
+from sglang_minima.runner.sampling import NO_TOKEN
+from sglang_minima.scheduler.queues import Queues
 from sglang_minima.scheduler.request import Request
+from sglang_minima.scheduler.statistics import Statistics
 
-_LOGIT_ROWS = 256
-"""Prompt rows whose logits exist at once when prompt log-probabilities are asked for."""
 _PROMPT_TAIL = 6
 """Prompt ids that incremental decoding needs to see how the first new text joins on."""
-
 
 _copy: Callable[[TokenOutput], TokenOutput] = TokenOutput.__copy__  # type: ignore[attr-defined]
 """Every struct has it, unknown to the type stubs; `copy.copy` takes twice the time to find it."""
 
 
-def draw_tokens(requests: Sequence[Request], logits: torch.Tensor) -> list[int]:
-    """Samples the next token of each request and stores its log-probability if that is asked for.
+class Outputs:
+    """Adds tokens to sequences and ends them, by themselves or from outside.
 
     Args:
-        requests: one per row.
-        logits: float32 [rows, vocab].
-
-    Returns:
-        Token ids, or `NO_TOKEN`, one a row.
+        most_tokens: a sequence of so many ends, prompt included.
+        send: takes messages to the detokenizer.
     """
-    tokens = sample(logits, [request.row for request in requests])
-    for row, request in enumerate(requests):
-        message = request.message
-        if not message.return_logprob or tokens[row] == NO_TOKEN:
-            continue
-        fresh = log_probs_of(
-            logits[row : row + 1],
-            [tokens[row]],
-            message.top_logprobs_num,
-            message.token_ids_logprob,
-        )
-        request.unsent_logprobs = _join(request.unsent_logprobs, fresh)
-    return tokens
 
+    def __init__(
+        self,
+        cache: PrefixCache,
+        queues: Queues,
+        statistics: Statistics,
+        most_tokens: int,
+        send: Callable[[list[TokenOutput]], None],
+    ) -> None:
+        self._cache = cache
+        self._queues = queues
+        self._statistics = statistics
+        self._most_tokens = most_tokens
+        self._send = send
 
-def record_prompt_rows(
-    request: Request,
-    logits_of: Callable[[torch.Tensor], torch.Tensor],
-    start: int,
-    hidden: torch.Tensor,
-) -> None:
-    """Stores the log-probabilities of prompt tokens, in pieces of bounded size.
+    def take(self, sampled: list[tuple[Request, int]]) -> None:
+        """Adds the token sampled for each request, ends those that it ends, and sends."""
+        now = time.time()
+        outputs: list[TokenOutput] = []
+        for request, token in sampled:
+            if token == NO_TOKEN:
+                self.fail(request, "the model computed values that are no numbers", 500)
+                continue
+            self._statistics.generated += 1
+            request.tokens.append(token)
+            request.unsent.append(token)
+            if not request.prefilled:
+                request.prefilled = True
+                request.first_token_time = request.first_token_time or now
+            reason = request.stop.check(request.tokens, request.prompt_len)
+            if reason is None and len(request.tokens) >= self._most_tokens:
+                reason = FinishReason("length", request.output_len)
+            if reason is not None:
+                self._finish(request, reason)
+                outputs.append(take_output(request, reason))
+            elif len(request.unsent) >= request.interval or request.reply is None:
+                outputs.append(take_output(request, None))
+        if outputs:
+            self._send(outputs)
 
-    Args:
-        request: its prompt is in prefill.
-        logits_of: hidden states [n, hidden] to float32 [n, vocab].
-        start: prompt position of the first row.
-        hidden: [rows, hidden]; row i predicts token start + i + 1.
-    """
-    wanted = request.next_input_logprob
-    if wanted is None:
-        return
-    # The last row of a prompt predicts the output (that of a single token still has an entry).
-    end = min(len(hidden), max(request.prompt_len - 1 - start, 1))
-    for offset in range(max(wanted - 1 - start, 0), end, _LOGIT_ROWS):
-        logits = logits_of(hidden[offset : min(offset + _LOGIT_ROWS, end)])
-        record_input_logprobs(request, start + offset, logits)
+    def end(self, request: Request, reason: FinishReason) -> None:
+        """Ends a request at once, wherever it is, and says so."""
+        self._finish(request, reason)
+        self._send([take_output(request, reason)])
 
+    def fail(self, request: Request, message: str, status: int = 507) -> None:
+        """Ends a request that cannot go on, with a sentence and the status of its reply."""
+        self.end(request, FinishReason("abort", message=message, status_code=status))
 
-def record_input_logprobs(request: Request, start: int, logits: torch.Tensor) -> None:
-    """Stores the log-probabilities of prompt tokens start+1 ... that follow the given rows.
-
-    Args:
-        request: its prompt is in prefill.
-        start: prompt position of the first row.
-        logits: float32 [rows, vocab]; row i predicts token start + i + 1.
-    """
-    message = request.message
-    first = max(message.logprob_start_len, 0)
-    if request.input_logprobs is None:
-        request.input_logprobs = LogProbs(
-            [], [] if message.top_logprobs_num else None, [] if message.token_ids_logprob else None
-        )
-        if first == 0:
-            # Nothing precedes the first token of a prompt.
-            request.input_logprobs = _join(
-                request.input_logprobs, LogProbs([(None, request.tokens[0])], [None], [None])
-            )
-    done = first + len(request.input_logprobs.tokens)
-    stop = min(start + len(logits) + 1, request.prompt_len)
-    if done >= stop:
-        return
-    rows = logits[done - 1 - start : stop - 1 - start]
-    fresh = log_probs_of(
-        rows,
-        list(request.tokens[done:stop]),
-        message.top_logprobs_num,
-        message.token_ids_logprob,
-    )
-    request.input_logprobs = _join(request.input_logprobs, fresh)
-
-
-def _join(old: LogProbs | None, new: LogProbs) -> LogProbs:
-    if old is None:
-        return new
-    return LogProbs(
-        old.tokens + new.tokens,
-        None if old.top is None else old.top + (new.top or []),
-        None if old.chosen is None else old.chosen + (new.chosen or []),
-    )
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        """The one way out: queues, pages and tables forget the request."""
+        request.finish = reason
+        self._queues.remove(request)
+        if request.table is not None:
+            self._cache.release(request)
+        self._statistics.finished(request)
 
 
 def take_output(request: Request, finish: FinishReason | None) -> TokenOutput:

@@ -1,4 +1,4 @@
-"""Which waiting request is admitted next, which must wait for a twin, and who has to give way."""
+"""Who comes next: which waiting request, which must wait for a twin, and who has to give way."""
 
 from __future__ import annotations
 
@@ -71,6 +71,19 @@ def next_victim(running: Sequence[Request]) -> Request:
 
 def _priority(request: Request) -> int:
     return request.message.priority
+
+
+def one_slow(running: list[Request]) -> list[Request]:
+    """The running requests (a new list), of those with slow grammars only the first.
+
+    Each of these may take much of a second for a token, and ends when it has used up its budget:
+    together in one step, they would hold up all others for the sum of their times.
+    """
+    slow = [r for r in running if r.row.constraint is not None and r.row.constraint.slow]
+    if len(slow) < 2:
+        return running.copy()
+    later = set(slow[1:])
+    return [request for request in running if request not in later]
 
 
 def next_chunk(request: Request, budget: int, cache: PrefixCache) -> int:

@@ -122,16 +122,3 @@ class Request:
         known = 0 if self.input_logprobs is None else len(self.input_logprobs.tokens)
         wanted = self.message.logprob_start_len + known
         return wanted if wanted < self.prompt_len else None
-
-
-def one_slow(running: list[Request]) -> list[Request]:
-    """The running requests (a new list), of those with slow grammars only the first.
-
-    Each of these may take much of a second for a token, and ends when it has used up its budget:
-    together in one step, they would hold up all others for the sum of their times.
-    """
-    slow = [r for r in running if r.row.constraint is not None and r.row.constraint.slow]
-    if len(slow) < 2:
-        return running.copy()
-    later = set(slow[1:])
-    return [request for request in running if request not in later]
