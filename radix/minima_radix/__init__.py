@@ -10,11 +10,12 @@ from minima_radix.conversions import Conversion
 from minima_radix.counters import LifecycleCounters
 from minima_radix.eviction import POLICIES
 from minima_radix.inspection import Trace, TreeWalk, Visit, trace
-from minima_radix.lifecycle import Admission, PageLifecycle, Sealed
+from minima_radix.lifecycle import PageLifecycle
 from minima_radix.node import Node
-from minima_radix.pool import PagePool, PageReferences, PoolStats, ReadLease
-from minima_radix.results import EvictedPage, InsertResult, MatchResult
-from minima_radix.slabs import KindStats, PageKindSpec, choose_slab_granules
+from minima_radix.pool import PagePool, ReadLease
+from minima_radix.references import PageReferences
+from minima_radix.results import Admission, EvictedPage, InsertResult, MatchResult, Sealed
+from minima_radix.slabs import KindStats, PageKindSpec, PoolStats, choose_slab_granules
 from minima_radix.table import RequestTable
 from minima_radix.tree import RadixTree
 from minima_radix.types import (

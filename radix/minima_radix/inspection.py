@@ -34,11 +34,11 @@ def trace(
     if node is None:
         return Trace([], None, 0)
     data = token_bytes(tokens if limit is None else tokens[:limit])
-    steps = list(tree._descend(node, data))
+    size = tree.page_size * TOKEN_BYTES
+    steps = list(node.descend(data, size))
     taken = 0
     if steps:
         node, taken = steps[-1]
-    size = tree.page_size * TOKEN_BYTES
     rest = data[sum(pages for _, pages in steps) * size :][:size]
     if not rest:
         return Trace(steps, None, 0)

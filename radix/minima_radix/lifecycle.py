@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import count
-from typing import NamedTuple
 
 from minima_radix.compaction import Compactor
 from minima_radix.conversions import Conversion, Converter
 from minima_radix.counters import LifecycleCounters
 from minima_radix.pool import PagePool, ReadLease
+from minima_radix.results import Admission, Sealed
 from minima_radix.room import CACHE_HOLDER, Room
 from minima_radix.table import RequestTable
 from minima_radix.tree import RadixTree
@@ -29,29 +29,6 @@ from minima_radix.types import LifecycleError, Namespace, ReferenceKind
 _REQUEST = ReferenceKind.REQUEST
 _CACHE = ReferenceKind.CACHE
 _CONVERSION = ReferenceKind.CONVERSION
-
-
-class Admission(NamedTuple):
-    """What the cache gave a new request; all of it is referenced already."""
-
-    cached_tokens: int
-    """Tokens of the whole pages: the request starts with that many committed."""
-    pages: list[int]
-    partial_page: int | None
-    """Source of a copy on write; held until `end_copy`."""
-    partial_tokens: int
-    """Leading tokens of that page that the request's next page shares."""
-
-
-class Sealed(NamedTuple):
-    """A page of a request that has become immutable."""
-
-    position: int
-    """Its index in the sequence, in pages."""
-    page: int
-    """The page that the request had filled."""
-    replaced_by: int | None
-    """The tree's page with the same tokens, which the request uses instead; `page` is released."""
 
 
 class PageLifecycle:

@@ -139,6 +139,56 @@ class Node:
                 high = middle - 1
         return low
 
+    def descend(self, tokens: bytes, page_bytes: int) -> Iterator[tuple[Node, int]]:
+        """The nodes below this one along `tokens`, each with its number of equal whole pages."""
+        node, offset = self, 0
+        while len(tokens) - offset >= page_bytes:
+            child = node.children.get(tokens[offset : offset + page_bytes])
+            if child is None:
+                return
+            taken = child.common_pages(tokens, offset, page_bytes)
+            whole = taken == len(child.pages)
+            yield child, taken
+            if not whole:
+                return
+            offset += taken * page_bytes
+            node = child
+
+    def touch(self, now: float, priority: int) -> None:
+        """Notes an access."""
+        self.last_access = now
+        self.priority = max(self.priority, priority)
+
+    def may_grow(self, own_locks: int) -> bool:
+        """Whether pages may be added here: a leaf that is used by nobody but whoever has
+        `own_locks` of its locks."""
+        return (
+            self.parent is not None
+            and not self.children
+            and self.lock_count <= own_locks
+            and not self.pin_count
+        )
+
+    def split(self, count: int, page_bytes: int) -> Node:
+        """Cuts the node after `count` pages; returns the new upper part.
+
+        The lower part keeps its identity, since locks, pins and queue entries mean its end.
+        """
+        parent = self.parent
+        assert parent is not None and 0 < count < len(self.pages)
+        head = count * page_bytes
+        upper = Node(self.namespace, parent, self.start, self.key[:head], self.pages[:count])
+        upper.last_access, upper.hits, upper.priority = self.last_access, self.hits, self.priority
+        upper.lock_count, upper.pin_count = self.lock_count, self.pin_count
+        parent.children[bytes(self.key[:page_bytes])] = upper
+        del self.key[:head]
+        del self.pages[:count]
+        self.derived = None
+        self.start += count
+        self.parent = upper
+        upper.add_child(bytes(self.key[:page_bytes]), self)
+        return upper
+
     def path(self) -> Iterator[Node]:
         """This node and the nodes above it, without the root."""
         node = self

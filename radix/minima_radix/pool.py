@@ -10,75 +10,20 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections.abc import Collection, Iterator, Sequence
-from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
-from minima_radix.slabs import KindBook, KindStats, PageKindSpec, Slab, choose_slab_granules
+from minima_radix.references import PageRecord, PageReferences
+from minima_radix.slabs import KindBook, PageKindSpec, PoolStats, Slab, choose_slab_granules
 from minima_radix.types import OutOfPages, PageReferenceError, ReferenceKind
 
-_REQUEST = ReferenceKind.REQUEST
 _CACHE = ReferenceKind.CACHE
-_CONVERSION = ReferenceKind.CONVERSION
 _READER = ReferenceKind.READER
-_NOBODY: frozenset[int] = frozenset()
 
 
 class ReadLease(NamedTuple):
     """A batch in flight. Holds every page that a request or conversion held when it was opened."""
 
     id: int
-
-
-class PoolStats(NamedTuple):
-    """Where every granule of the arena is: the parts sum exactly to `total_granules`."""
-
-    kinds: dict[str, KindStats]
-    slab_granules: int
-    free_slabs: int
-    unassigned_granules: int
-    """Tail of the arena that is too short for a slab."""
-    total_granules: int
-
-    @property
-    def accounted_granules(self) -> int:
-        """Sum of all parts."""
-        in_kinds = sum(
-            k.granules_used + k.granules_free + k.granules_tail for k in self.kinds.values()
-        )
-        return in_kinds + self.free_slabs * self.slab_granules + self.unassigned_granules
-
-
-class PageReferences(NamedTuple):
-    """All references of one page, for checks and dashboards."""
-
-    page: int
-    kind: str
-    requests: Collection[int]
-    cached: bool
-    conversions: Collection[int]
-    read_until: int
-    """Newest lease that may read the page, counted when its last request or conversion left."""
-
-
-class _Page:
-    """References of one allocated page."""
-
-    __slots__ = ("book", "cache", "conversions", "read_until", "requests")
-
-    def __init__(self, book: KindBook) -> None:
-        self.book = book
-        self.requests: AbstractSet[int] = _NOBODY
-        self.conversions: AbstractSet[int] = _NOBODY
-        self.cache: int | None = None
-        self.read_until = 0
-
-    def state(self) -> ReferenceKind:
-        """The strongest reference: what keeps the page from being evicted or freed."""
-        if self.requests:
-            return _REQUEST
-        if self.conversions:
-            return _CONVERSION
-        return _READER if self.cache is None else _CACHE
 
 
 class PagePool:
@@ -114,7 +59,7 @@ class PagePool:
         """Index into `kinds` of each slab, -1 for a free one: the kind of an allocated page is
         `slab_kinds[page // slab_granules]`. Only the pool writes it; it never moves in memory."""
         self._free_slabs = list(range(len(self._slabs)))  # ascending: already a heap
-        self._pages: dict[int, _Page] = {}
+        self._pages: dict[int, PageRecord] = {}
         self._leases: dict[int, None] = {}  # open leases, oldest first
         self._last_lease = 0
         self._limbo: list[tuple[int, int]] = []  # heap of (read_until, page)
@@ -165,7 +110,7 @@ class PagePool:
         before = record.state()
         if before is _READER:
             raise PageReferenceError(f"page {page} is only kept for readers")
-        self._attach(record, page, reference, holder)
+        record.attach(page, reference, holder)
         after = record.state()
         if after is not before:
             self._restate(page, record.book, before, after)
@@ -177,7 +122,7 @@ class PagePool:
         """
         record = self._record(page)
         before = record.state()
-        self._detach(record, page, reference, holder)
+        record.detach(page, reference, holder)
         if reference is not _CACHE and not record.requests and not record.conversions:
             record.read_until = self._last_lease
         after = record.state()
@@ -316,18 +261,18 @@ class PagePool:
         except KeyError:
             raise ValueError(f"unknown page kind {kind!r}") from None
 
-    def _record(self, page: int) -> _Page:
+    def _record(self, page: int) -> PageRecord:
         try:
             return self._pages[page]
         except KeyError:
             raise PageReferenceError(f"page {page} is free") from None
 
-    def _owned(self, book: KindBook, reference: ReferenceKind, holder: int) -> _Page:
-        record = _Page(book)
-        self._attach(record, -1, reference, holder)
+    def _owned(self, book: KindBook, reference: ReferenceKind, holder: int) -> PageRecord:
+        record = PageRecord(book)
+        record.attach(-1, reference, holder)
         return record
 
-    def _take(self, record: _Page, index: int) -> int:
+    def _take(self, record: PageRecord, index: int) -> int:
         page = self._slabs[index].take(record.book)
         self._pages[page] = record
         state = record.state()
@@ -357,37 +302,3 @@ class PagePool:
             heapq.heappush(self._free_slabs, index)
         else:
             book.reopen(index)
-
-    @staticmethod
-    def _attach(record: _Page, page: int, reference: ReferenceKind, holder: int) -> None:
-        if reference is _CACHE:
-            if record.cache is not None:
-                raise PageReferenceError(f"page {page} is in the cache already")
-            record.cache = holder
-            return
-        if reference is _READER:
-            raise PageReferenceError("readers hold pages by leases: begin_read()")
-        holders = record.requests if reference is _REQUEST else record.conversions
-        if holder in holders:
-            raise PageReferenceError(f"{reference.name} {holder} holds page {page} already")
-        if isinstance(holders, set):
-            holders.add(holder)
-        elif reference is _REQUEST:
-            record.requests = {holder}
-        else:
-            record.conversions = {holder}
-
-    @staticmethod
-    def _detach(record: _Page, page: int, reference: ReferenceKind, holder: int) -> None:
-        if reference is _CACHE and record.cache == holder:
-            record.cache = None
-            return
-        holders = record.requests if reference is _REQUEST else record.conversions
-        if reference in (_CACHE, _READER) or not isinstance(holders, set) or holder not in holders:
-            raise PageReferenceError(f"{reference.name} {holder} does not hold page {page}")
-        holders.remove(holder)
-        if not holders:  # most pages have no such holder: the shared empty set costs nothing
-            if reference is _REQUEST:
-                record.requests = _NOBODY
-            else:
-                record.conversions = _NOBODY

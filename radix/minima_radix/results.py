@@ -1,4 +1,4 @@
-"""What the calls of the tree answer."""
+"""What the calls of tree and life cycle answer."""
 
 from __future__ import annotations
 
@@ -35,3 +35,26 @@ class EvictedPage(NamedTuple):
 
     page: int
     node: Node
+
+
+class Admission(NamedTuple):
+    """What the cache gave a new request; all of it is referenced already."""
+
+    cached_tokens: int
+    """Tokens of the whole pages: the request starts with that many committed."""
+    pages: list[int]
+    partial_page: int | None
+    """Source of a copy on write; held until `end_copy`."""
+    partial_tokens: int
+    """Leading tokens of that page that the request's next page shares."""
+
+
+class Sealed(NamedTuple):
+    """A page of a request that has become immutable."""
+
+    position: int
+    """Its index in the sequence, in pages."""
+    page: int
+    """The page that the request had filled."""
+    replaced_by: int | None
+    """The tree's page with the same tokens, which the request uses instead; `page` is released."""

@@ -78,6 +78,25 @@ class KindStats(NamedTuple):
     """Slabs whose pages are all held by the cache alone: eviction can give them back."""
 
 
+class PoolStats(NamedTuple):
+    """Where every granule of the arena is: the parts sum exactly to `total_granules`."""
+
+    kinds: dict[str, KindStats]
+    slab_granules: int
+    free_slabs: int
+    unassigned_granules: int
+    """Tail of the arena that is too short for a slab."""
+    total_granules: int
+
+    @property
+    def accounted_granules(self) -> int:
+        """Sum of all parts."""
+        in_kinds = sum(
+            k.granules_used + k.granules_free + k.granules_tail for k in self.kinds.values()
+        )
+        return in_kinds + self.free_slabs * self.slab_granules + self.unassigned_granules
+
+
 class Slab:
     """A run of granules that belongs to one kind, or to none."""
 

@@ -103,9 +103,9 @@ class RadixTree:
             return MatchResult(None, [], None, 0, 0)
         node, taken = root, 0
         pages: list[int] = []
-        for step, step_pages in self._descend(root, data):
+        for step, step_pages in root.descend(data, self._page_bytes):
             node, taken = step, step_pages
-            self._touch(node, now, priority)
+            node.touch(now, priority)
             node.hits += 1
             pages += node.pages[:taken].tolist()
         partial_page, partial_tokens = None, 0
@@ -117,7 +117,7 @@ class RadixTree:
                 partial_page = node.pages[taken]
         elif rest and (nearest := node.nearest_child(rest)) is not None:
             child, partial_tokens = nearest
-            self._touch(child, now, priority)
+            child.touch(now, priority)
             partial_page = child.pages[0]
         return MatchResult(node if pages else None, pages, partial_page, partial_tokens, taken)
 
@@ -127,7 +127,7 @@ class RadixTree:
         if root is None:
             return 0
         data = token_bytes(tokens if limit is None else tokens[:limit])
-        return sum(taken for _, taken in self._descend(root, data)) * self.page_size
+        return sum(taken for _, taken in root.descend(data, self._page_bytes)) * self.page_size
 
     def unprotected(
         self, namespace: Namespace, tokens: Sequence[int], limit: int | None = None
@@ -138,26 +138,10 @@ class RadixTree:
             return []
         data = token_bytes(tokens if limit is None else tokens[:limit])
         pages: list[int] = []
-        for node, taken in self._descend(root, data):
+        for node, taken in root.descend(data, self._page_bytes):
             if not node.lock_count and not node.pin_count:
                 pages += node.pages[:taken]
         return pages
-
-    def _descend(self, node: Node, data: bytes) -> Iterator[tuple[Node, int]]:
-        """The nodes below `node` along `data`, each with its number of equal whole pages."""
-        size = self._page_bytes
-        offset = 0
-        while len(data) - offset >= size:
-            child = node.children.get(data[offset : offset + size])
-            if child is None:
-                return
-            taken = child.common_pages(data, offset, size)
-            whole = taken == len(child.pages)
-            yield child, taken
-            if not whole:
-                return
-            offset += taken * size
-            node = child
 
     # ---- insert
 
@@ -181,16 +165,16 @@ class RadixTree:
         now = self._clock()
         node = self._root(namespace) if parent is None else parent
         twins: list[int] = []
-        for child, taken in self._descend(node, data):
+        for child, taken in node.descend(data, self._page_bytes):
             node = child if taken == len(child.pages) else self._split(child, taken)
-            self._touch(node, now, priority)
+            node.touch(now, priority)
             twins.extend(node.pages)
         if len(twins) < len(pages):
             new = pages[len(twins) :]
             key = data[len(twins) * self._page_bytes :]
             # A lock of somebody else means that his pages end where the node ends now.
             start = node.end
-            if self._may_grow(node, own_locks=1 if node is parent else 0):
+            if node.may_grow(own_locks=1 if node is parent else 0):
                 node.key += key
                 node.pages.extend(new)
                 node.derived = None
@@ -201,7 +185,7 @@ class RadixTree:
                 node = child
             self._node_of.update(zip(new, repeat(node)))
             self.pages_in_heads += min(len(new), max(self.head_pages - start, 0))
-            self._touch(node, now, priority)
+            node.touch(now, priority)
             self._victims.offer(node)
         return InsertResult(node, twins)
 
@@ -229,46 +213,16 @@ class RadixTree:
         node = self._node_of.get(page)
         return None if node is None else node.start + node.pages.index(page)
 
-    @staticmethod
-    def _may_grow(node: Node, own_locks: int) -> bool:
-        return (
-            node.parent is not None
-            and not node.children
-            and node.lock_count <= own_locks
-            and not node.pin_count
-        )
-
     def _root(self, namespace: Namespace) -> Node:
         root = self._roots.get(namespace)
         if root is None:
             root = self._roots[namespace] = Node(namespace, None, 0, b"", ())
         return root
 
-    def _touch(self, node: Node, now: float, priority: int) -> None:
-        node.last_access = now
-        node.priority = max(node.priority, priority)
-
     def _split(self, node: Node, count: int) -> Node:
-        """Cuts a node after `count` pages; returns the new upper part.
-
-        The lower part keeps its identity, since locks, pins and queue entries mean its end.
-        """
-        parent = node.parent
-        assert parent is not None and 0 < count < len(node.pages)
-        size = self._page_bytes
-        upper = Node(
-            node.namespace, parent, node.start, node.key[: count * size], node.pages[:count]
-        )
-        upper.last_access, upper.hits, upper.priority = node.last_access, node.hits, node.priority
-        upper.lock_count, upper.pin_count = node.lock_count, node.pin_count
-        parent.children[bytes(node.key[:size])] = upper
-        del node.key[: count * size]
-        del node.pages[:count]
-        node.derived = None
+        """Cuts a node after `count` pages; returns the new upper part."""
+        upper = node.split(count, self._page_bytes)
         self.splits += 1
-        node.start += count
-        node.parent = upper
-        upper.add_child(bytes(node.key[:size]), node)
         self._node_of.update(zip(upper.pages, repeat(upper)))
         return upper
 
@@ -305,7 +259,7 @@ class RadixTree:
         Pinning the same prefix again sets a new time.
         """
         root = self._roots.get(namespace)
-        found = [] if root is None else list(self._descend(root, token_bytes(tokens)))
+        found = [] if root is None else list(root.descend(token_bytes(tokens), self._page_bytes))
         if not found:
             return 0
         node, taken = found[-1]
@@ -321,7 +275,7 @@ class RadixTree:
             return 0
         path = [
             node
-            for node, taken in self._descend(root, token_bytes(tokens))
+            for node, taken in root.descend(token_bytes(tokens), self._page_bytes)
             if taken == len(node.pages) and node.pinned_until is not None
         ]
         if not path:
