@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import subprocess
 import sys
@@ -16,10 +17,18 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from gguf_support import write_gguf
 from models_support import make_reference, save_reference
+from safetensors.torch import save_file
 from test_gguf_conversion import TOKENS
 
 from sglang_minima.models import ModelLoadError, embedded, gguf, resolve_model_path
-from sglang_minima.models.cache import CACHE_VARIABLE, _locked, build_once, cache_dir
+from sglang_minima.models.cache import (
+    CACHE_VARIABLE,
+    SIZES,
+    CacheUnusable,
+    _locked,
+    build_once,
+    cache_dir,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -68,6 +77,7 @@ def test_gguf_is_converted_once(
         "config.json",
         "generation_config.json",
         "model.safetensors",
+        "sizes.json",
         "tokenizer.json",
         "tokenizer_config.json",
     }
@@ -137,7 +147,7 @@ def test_builders_that_arrive_together_build_once(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert len(builds) == 1
-    assert results == [["a", "b"]] * 4
+    assert results == [["a", "b", SIZES]] * 4
 
 
 def test_leftovers_of_a_crash_are_removed(tmp_path: Path) -> None:
@@ -146,6 +156,101 @@ def test_leftovers_of_a_crash_are_removed(tmp_path: Path) -> None:
     (leftover / "half").write_text("")
     build_once(tmp_path / "target", lambda directory: None)
     assert not leftover.exists()
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "sizes cut"])
+def test_what_was_cut_is_built_again(
+    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    target, builds = tmp_path / "target", []
+
+    def build(directory: Path) -> None:
+        builds.append(directory)
+        (directory / "weights").write_bytes(bytes(100))
+        (directory / "config").write_bytes(b"{}")
+
+    def content() -> dict[str, bytes]:
+        return {file.name: file.read_bytes() for file in build_once(target, build).iterdir()}
+
+    whole = content()
+    assert content() == whole and len(builds) == 1
+    file = target / (SIZES if damage == "sizes cut" else "weights")
+    if damage == "gone":
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:-1])
+    assert content() == whole and len(builds) == 2
+    [record] = caplog.records
+    assert record.getMessage() == f"{file} is damaged: {target} is made again"
+    (target / SIZES).unlink()  # as older versions left it
+    assert SIZES not in content() and len(builds) == 2
+
+
+@pytest.mark.parametrize("place", ["the cache", "above it", "below it"])
+def test_a_file_in_the_place_of_the_cache(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "tiny.gguf"
+    write_gguf(model, make_reference("llama"), TOKENS)
+    file = tmp_path / "file"
+    folder = file / "deep" if place == "above it" else file
+    if place == "below it":
+        folder.mkdir()
+        file = folder / "converted"
+    file.write_text("")
+    monkeypatch.setenv(CACHE_VARIABLE, str(folder))
+    with pytest.raises(CacheUnusable) as caught:
+        resolve_model_path(str(model))
+    assert f"{folder / 'converted'} (" in str(caught.value)
+    assert CACHE_VARIABLE in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was converted before is used all the same."""
+    model = tmp_path / "tiny.gguf"
+    write_gguf(model, make_reference("llama"), TOKENS)
+    path = resolve_model_path(str(model))
+
+    def refuse(self: Path, *arguments: object, **named: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(self))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    assert resolve_model_path(str(model)) == path
+    monkeypatch.undo()
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "other"))
+    (tmp_path / "other" / "converted").mkdir(parents=True)
+    monkeypatch.setattr(Path, "open", refuse)  # the lock
+    with pytest.raises(CacheUnusable, match=r"\(Read-only file system\): name a folder"):
+        build_once(tmp_path / "other" / "converted" / "model", lambda directory: None)
+
+
+def test_a_disk_that_fills_up(tmp_path: Path) -> None:
+    def fill(directory: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def fill_in_rust(directory: Path) -> None:
+        save_file({"x": torch.zeros(1)}, directory / "nowhere" / "x")
+
+    def fail(directory: Path) -> None:
+        raise FileNotFoundError(errno.ENOENT, "No such file", "the source")
+
+    for build in (fill, fill_in_rust):
+        with pytest.raises(CacheUnusable, match=f"{tmp_path / 'a'} .*{CACHE_VARIABLE}"):
+            build_once(tmp_path / "a" / "target", build)
+    with pytest.raises(FileNotFoundError):
+        build_once(tmp_path / "a" / "target", fail)
+    assert not list((tmp_path / "a").iterdir())
+
+
+def test_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(CACHE_VARIABLE)
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.raises(CacheUnusable, match=CACHE_VARIABLE):
+        cache_dir()
 
 
 def test_help_when_the_embedded_model_is_missing(not_installed: None) -> None:

@@ -20,9 +20,15 @@ from minima_kernels.cpu.library import native_library
 from minima_kernels.cpu.linear import BLOCK, BlockKind, BlockMatrix, pack
 from sglang_minima.models import quantization
 from sglang_minima.models.causal_lm import DecoderLayer
-from sglang_minima.models.errors import UnsupportedModel
+from sglang_minima.models.errors import ModelLoadError, UnsupportedModel
 from sglang_minima.models.fused import FusedLayer
-from sglang_minima.models.gguf_blocks import BlockArrays, gguf_blocks, module_blocks, save_blocks
+from sglang_minima.models.gguf_blocks import (
+    BLOCKS_FILE,
+    BlockArrays,
+    gguf_blocks,
+    module_blocks,
+    save_blocks,
+)
 from sglang_minima.models.layers import Linear
 from sglang_minima.models.loader import load_model
 from sglang_minima.models.quantization import (
@@ -187,6 +193,14 @@ def test_blocks_survive_their_file(tmp_path: Path) -> None:
     for name, arrays in kept.items():
         assert loaded[name].kind.name == arrays.kind
         assert torch.equal(loaded[name].data, torch.from_numpy(pack(*arrays)).view(-1))
+
+
+def test_blocks_that_are_cut_are_named(tmp_path: Path) -> None:
+    save_blocks(tmp_path, {"lm_head.weight": arrays_of(1, 16, 32, BlockKind.Q8)})
+    path = tmp_path / BLOCKS_FILE
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ModelLoadError, match=f"{path} cannot be read: "):
+        load_panels(tmp_path)
 
 
 @needs_native

@@ -7,6 +7,7 @@ few seconds each, and kept.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import permutations, product
@@ -104,8 +105,12 @@ def main() -> None:
     parser.add_argument("--query-bits", type=int, nargs="+", default=[15], choices=[8, 15])
     parser.add_argument("--jobs", type=int, default=2)
     arguments = parser.parse_args()
-    chosen = variants(arguments.formats, arguments.head_dims, arguments.query_bits)
-    for path in sorted(set(compile_all(chosen, arguments.jobs))):
+    try:
+        chosen = variants(arguments.formats, arguments.head_dims, arguments.query_bits)
+        paths = compile_all(chosen, arguments.jobs)
+    except (ValueError, RuntimeError) as error:
+        sys.exit(f"error: {error}")
+    for path in sorted(set(paths)):
         print(path)
 
 

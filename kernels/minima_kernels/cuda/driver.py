@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from minima_kernels.cuda.cubin import read_cubin
+
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 _MAX_DYNAMIC_SHARED_SIZE = 8
 _PREFERRED_SHARED_CARVEOUT = 9
@@ -85,6 +87,7 @@ def load_function(
 
     Raises:
         DriverError: the cubin is not for this device, or has no such kernel.
+        CubinDamaged: the file is not whole.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     return _load_function(cubin, name, threads, has_shared, index)
@@ -114,8 +117,8 @@ def _load_function(
 def _load_module(cubin: Path, index: int) -> ctypes.c_void_p:
     torch.empty(1, device=torch.device("cuda", index))  # makes torch's context the current one
     module = ctypes.c_void_p()
-    status = _driver().cuModuleLoadData(ctypes.byref(module), cubin.read_bytes())
-    _check(status, f"loading {cubin.name}")
+    status = _driver().cuModuleLoadData(ctypes.byref(module), read_cubin(cubin))
+    _check(status, f"loading {cubin}")
     return module
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from minima_kernels.codebook import codebook, lloyd_max
-from minima_kernels.cuda.compiler import compile_kernel, kernel_path
+from minima_kernels.cuda.compiler import compile_kernel, is_compiled
 from minima_kernels.cuda.driver import Function, load_function
 from minima_kernels.cuda.order import CODE_BITS, HEAD_DIMS, PAGE_SIZE, supports
 from minima_kernels.formats import BF16, F16, FP8, TQ, Format
@@ -79,8 +79,8 @@ class Variant:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether the cubin is there already."""
-        return kernel_path(self.source, dict(self.macros)).exists()
+        """Whether the cubin is there already; see ``compiler.is_compiled``."""
+        return is_compiled(self.source, dict(self.macros))
 
     def load(self, name: str, device: torch.device) -> Function:
         """Kernel ``name`` on a device."""

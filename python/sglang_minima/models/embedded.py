@@ -45,7 +45,8 @@ def check_embedded_model(path: Path) -> None:
             if hashlib.file_digest(handle, "sha256").hexdigest() == SHA256:
                 return
     raise ModelLoadError(
-        f"{path} is not the file of {PACKAGE} {VERSION} (its SHA-256 differs); reinstall it."
+        f"{path} is not the file of {PACKAGE} {VERSION} (its SHA-256 differs): reinstall that, or "
+        "remove the file and start with --download-model."
     )
 
 

@@ -46,6 +46,7 @@ def converted_gguf(
 
     Raises:
         ModelLoadError: the file or its tables cannot be read, or the disk is too small.
+        CacheUnusable: the cache cannot be written.
         UnsupportedModel: a family, tokenizer or tensor encoding that is not supported.
     """
     identity = identity or _fingerprint(path)
@@ -70,7 +71,8 @@ def convert_gguf(path: Path, directory: Path, progress: Progress | None = None) 
         directory / "generation_config.json",
         {"bos_token_id": config["bos_token_id"], "eos_token_id": converted.eos_token_ids},
     )
-    converted.tokenizer.save(str(directory / "tokenizer.json"))
+    text = converted.tokenizer.to_str(pretty=True)
+    (directory / "tokenizer.json").write_text(text, encoding="utf-8")
     _write_tensors(file, config, directory / "model.safetensors", progress)
     save_blocks(directory, _blocks(file, config))
 

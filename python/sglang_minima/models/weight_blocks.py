@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from minima_kernels.cpu.linear import BLOCK, BlockKind, pack
+from sglang_minima.models.errors import ModelLoadError
 from sglang_minima.models.gguf_blocks import BLOCKS_FILE
 
 _ALIGNMENT = 64
@@ -34,21 +35,31 @@ def load_panels(directory: Path) -> dict[str, Panels]:
 
     All of them are in one piece of memory in huge pages: few rows read the weights as fast as the
     memory gives them, and address translation takes a third of that in small pages.
+
+    Raises:
+        ModelLoadError: the file is damaged.
     """
     if not has_blocks(directory):
         return {}
+    path = directory / BLOCKS_FILE
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            return _panels({name: file.get_tensor(name) for name in sorted(file.keys())})
+    except (SafetensorError, OSError, KeyError) as error:
+        raise ModelLoadError(f"{path} cannot be read: {error}.") from None
+
+
+def _panels(stored: dict[str, Tensor]) -> dict[str, Panels]:
     panels = {}
-    with safe_open(directory / BLOCKS_FILE, framework="pt", device="cpu") as file:
-        stored = {name: file.get_tensor(name) for name in sorted(file.keys())}
-        sizes = [-(-tensor.numel() // _ALIGNMENT) * _ALIGNMENT for tensor in stored.values()]
-        memory = _huge(sum(sizes))
-        start = 0
-        for (name, tensor), size in zip(stored.items(), sizes, strict=True):
-            data = memory[start : start + tensor.numel()]
-            data.copy_(tensor.view(-1))
-            module, _, kind = name.rpartition(":")
-            panels[module] = Panels(BlockKind[kind], data)
-            start += size
+    sizes = [-(-tensor.numel() // _ALIGNMENT) * _ALIGNMENT for tensor in stored.values()]
+    memory = _huge(sum(sizes))
+    start = 0
+    for (name, tensor), size in zip(stored.items(), sizes, strict=True):
+        data = memory[start : start + tensor.numel()]
+        data.copy_(tensor.view(-1))
+        module, _, kind = name.rpartition(":")
+        panels[module] = Panels(BlockKind[kind], data)
+        start += size
     return panels
 
 
