@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -18,11 +19,12 @@ SHAPE = (32, 8, 128)
 @pytest.fixture(autouse=True)
 def forget() -> Iterator[None]:
     """Each test finds the library anew; what it finds is of this test alone."""
-    for found in (library._layers_reason, library._prefill_reason, library._sampling_reason):
-        found.cache_clear()
+    found = library._layers_reason, library._prefill_reason, library._sampling_reason
+    for function in (*found, library._announce):
+        function.cache_clear()
     yield
-    for found in (library._layers_reason, library._prefill_reason, library._sampling_reason):
-        found.cache_clear()
+    for function in (*found, library._announce):
+        function.cache_clear()
 
 
 def find(monkeypatch: pytest.MonkeyPatch, package: Any, reason: str | None = None) -> None:
@@ -83,6 +85,34 @@ def test_a_kernel_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
     with library.library_off():
         assert library.layers_reason(GPU, torch.bfloat16) == library.SWITCHED_OFF
     assert library.layers_reason(GPU, torch.bfloat16) is None
+
+
+def test_a_wait_is_announced(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before the first trial, which may compile for minutes; not where nothing is tried."""
+    heard: list[list[str]] = []
+
+    def listen(*arguments: object, **named: object) -> None:
+        heard.append([record.getMessage() for record in caplog.records])
+
+    package = SimpleNamespace(__version__="9.9")
+    package.sampling = SimpleNamespace(top_p_renorm_probs=listen)
+    package.norm = SimpleNamespace(rmsnorm=listen, fused_add_rmsnorm=listen)
+    package.activation = SimpleNamespace(silu_and_mul=listen)
+    find(monkeypatch, package)
+    monkeypatch.setattr(torch, "ones", _on_cpu(torch.ones))
+    monkeypatch.setattr(torch, "full", _on_cpu(torch.full))
+    with caplog.at_level(logging.INFO):
+        library.sampling_reason(torch.device("cpu"))
+        library.layers_reason(GPU, torch.float32)
+        assert not caplog.records
+        assert library.sampling_reason(GPU) is None
+        assert library.layers_reason(GPU, torch.bfloat16) is None
+    [line] = caplog.records
+    assert heard[0] == [line.getMessage()]
+    assert "FlashInfer 9.9" in heard[0][0] and "minutes" in heard[0][0]
+    assert "flashinfer-jit-cache" in heard[0][0]
 
 
 def _on_cpu(make: Any) -> Any:

@@ -142,6 +142,7 @@ def _try(device: torch.device, run: Callable[[Any], None]) -> str | None:
     found, missing = _find()
     if missing is not None:
         return missing
+    _announce(found.__version__)
     try:
         run(found)
         torch.cuda.synchronize(device)
@@ -149,6 +150,16 @@ def _try(device: torch.device, run: Callable[[Any], None]) -> str | None:
         logger.debug("FlashInfer failed a trial", exc_info=True)
         return _short(error)
     return None
+
+
+@cache
+def _announce(version: str) -> None:
+    """Says what a start may wait for; once, before the first trial."""
+    logger.info(
+        "Trying FlashInfer %s. What it has not compiled before it compiles now: a first start may "
+        "take minutes (not with the package flashinfer-jit-cache of the same version)",
+        version,
+    )
 
 
 def _short(error: Exception) -> str:
