@@ -152,6 +152,7 @@ def append_tokens(
     v: torch.Tensor,
     geometry: KVGeometry,
     *,
+    lacking: str = "",
     routes: RouteCounters = ROUTES,
 ) -> None:
     """Write one layer's K and V of N new tokens into open pages of a kind.
@@ -161,6 +162,7 @@ def append_tokens(
         page_bytes: int64 ``[N]``, where in the arena the page of each token starts.
         slots: int64 ``[N]``, the token's place in its page.
         k, v: rotated, float ``[N, H, D]``.
+        lacking: why a GPU's own kernel (``CudaAppend``) is not used; counted where torch serves.
 
     Raises:
         ValueError: pages of this kind cannot be appended to.
@@ -175,7 +177,7 @@ def append_tokens(
         threads = torch.get_num_threads()
         native_append(format_, arena, shares, slots, k, v, geometry, threads)
         return
-    routes.count("append", "torch", reason)
+    routes.count("append", "torch", reason or lacking)
     format_.append(arena, shares, slots, k, v, geometry)
 
 

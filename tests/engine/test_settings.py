@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from pathlib import Path
 
 import psutil
@@ -10,7 +11,11 @@ import pytest
 import torch
 from engine_kit import EngineKit, make_args
 
+from minima_kernels import ROUTES, transfer
+from minima_kernels.cuda.build import variants
+from minima_kernels.cuda.variants import Variant
 from sglang_minima.entrypoints.engine import Engine
+from sglang_minima.runner import model_runner
 from sglang_minima.runner.model_runner import ForwardOutput, ModelRunner
 from sglang_minima.scheduler.process import check_settings
 from sglang_minima.server_args import ArgumentError, ServerArgs, flag_name
@@ -47,6 +52,37 @@ def test_as_many_tokens_fit_as_asked_for(
     kit = EngineKit(make_args(kv_profile=profile, max_total_tokens=tokens), tiny_runner)
     assert tokens <= kit.cache.capacity_tokens
     assert kit.cache.capacity_tokens <= max(1.25 * tokens, tokens + 4 * kit.cache.page_size)
+
+
+def test_rows_that_a_gpus_kernel_does_not_append_are_counted_with_the_reason(
+    tiny_runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason = "broken TileLang 0.1.15"
+    monkeypatch.setattr(ModelRunner, "kernels_reason", lambda runner, arena: reason)
+    monkeypatch.setattr(transfer, "fallback_reason", lambda *_: "")  # what it is on a GPU
+    kit = EngineKit(make_args(max_total_tokens=1024), tiny_runner)
+    before = ROUTES.snapshot()
+    kit.generate([[5, 6, 7]], max_new_tokens=2)
+    used = {route for route, count in ROUTES.snapshot().items() if count > before.get(route, 0)}
+    assert ("append", "torch", reason) in used
+    assert ("append", "torch", "") not in used
+
+
+def test_compiling_kernels_is_announced(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A start that takes a while says why, one that does not says nothing."""
+    monkeypatch.setenv("SGLANG_MINIMA_CACHE", str(tmp_path))
+    monkeypatch.setattr(model_runner, "compile_all", lambda needed, jobs: [])
+    needed = variants(["fp8"], [64], dtypes=[])
+    with caplog.at_level(logging.INFO):
+        ModelRunner._compile(needed)
+        [line] = [record.getMessage() for record in caplog.records]
+        assert line.startswith(f"Compiling {len(needed)} CUDA kernels") and str(tmp_path) in line
+        caplog.clear()
+        monkeypatch.setattr(Variant, "is_compiled", True)
+        ModelRunner._compile(needed)
+        assert not caplog.records
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

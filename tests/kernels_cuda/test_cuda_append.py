@@ -106,6 +106,62 @@ def test_without_tilelang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         append_variant(*chosen).compile()
 
 
+@pytest.mark.parametrize(
+    ("package", "words"),
+    [
+        ("raise ImportError('libtvm.so: undefined symbol')", "ImportError: libtvm.so: undefined"),
+        ("", "module 'tilelang' has no attribute"),
+        ("import os; os.abort()", "exit status -6"),
+    ],
+)
+def test_a_broken_tilelang_is_no_reason_not_to_start(
+    package: str,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Installed by its metadata, and of no use: said once, and torch serves."""
+    for folder, name, text in (
+        (f"tilelang-{compiler.TILELANG}.dist-info", "METADATA",
+         f"Metadata-Version: 2.1\nName: tilelang\nVersion: {compiler.TILELANG}\n"),
+        ("tilelang", "__init__.py", package),
+        ("tvm", "target.py", "Target = None"),
+    ):  # fmt: skip
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv(compiler.CACHE_VARIABLE, str(tmp_path / "cache"))
+    for module in (compiler, route):
+        monkeypatch.setattr(module, "find_nvcc", lambda: "/bin/true")
+    compiler.find_tilelang.cache_clear()
+    try:
+        assert compiler.find_tilelang() == tmp_path / "tilelang"
+        chosen = parse_format("fp8"), KVGeometry(1, 1, 64, 64), BF16
+        for _ in range(2):
+            assert append_reason(*chosen) == f"broken TileLang {compiler.TILELANG}"
+    finally:
+        compiler.find_tilelang.cache_clear()
+    [warning] = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert words in warning.getMessage() and "\n" not in warning.getMessage()
+    log = warning.getMessage().rpartition(" ")[2]
+    assert "lower.py" in Path(log).read_text()
+
+
+def test_an_nvcc_that_makes_nothing_of_the_generated_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TileLang's own headers may be what is broken."""
+    monkeypatch.setenv(compiler.CACHE_VARIABLE, str(tmp_path))
+    for module in (compiler, route):
+        monkeypatch.setattr(module, "find_nvcc", lambda: "/bin/false")
+        monkeypatch.setattr(module, "find_tilelang", lambda: tmp_path)
+    monkeypatch.setattr(compiler, "generate", lambda *_: "")
+    chosen = parse_format("fp8"), KVGeometry(1, 1, 128, 64), BF16
+    assert append_reason(*chosen) == f"broken TileLang {compiler.TILELANG}"
+
+
 @SLOW
 def test_what_tilelang_refuses() -> None:
     if compiler.find_tilelang() is None:

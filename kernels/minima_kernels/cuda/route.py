@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
 
 import torch
 
-from minima_kernels.cuda.compiler import TILELANG, find_nvcc, find_tilelang
-from minima_kernels.cuda.variants import MAX_GROUP, append_variant, unsupported
+from minima_kernels.cuda.compiler import (
+    TILELANG,
+    CompilerFailed,
+    cache_folder,
+    find_nvcc,
+    find_tilelang,
+)
+from minima_kernels.cuda.variants import MAX_GROUP, Variant, append_variant, unsupported
 from minima_kernels.formats import BF16, F16, Format
 from minima_kernels.geometry import KVGeometry
+
+logger = logging.getLogger(__name__)
 
 NO_COMPILER = "no nvcc"
 
@@ -34,10 +45,36 @@ def decode_reason(
 
 def append_reason(format_: Format, geometry: KVGeometry, dtype: torch.dtype) -> str | None:
     """Why rows of a dtype cannot be appended by the kernel that ``decode_reason`` lets through;
-    ``None`` if they can."""
-    if find_tilelang() or append_variant(format_, geometry, dtype).is_compiled:
+    ``None`` if they can.
+
+    Whether TileLang works is found by use: the kernel is compiled here, which takes some ten
+    seconds where it was not before.
+
+    Raises:
+        CacheUnusable: the folder of compiled kernels cannot be read or written.
+    """
+    variant = append_variant(format_, geometry, dtype)
+    if variant.is_compiled:
         return None
-    return f"no TileLang {TILELANG}"
+    if find_tilelang() is None:
+        return f"no TileLang {TILELANG}"
+    if find_nvcc() is None:
+        return NO_COMPILER
+    return _failure(variant, cache_folder())
+
+
+@cache
+def _failure(variant: Variant, folder: Path) -> str | None:
+    """Why TileLang makes no kernel for a folder of compiled ones; tried once."""
+    logger.info(
+        "Compiling %s with TileLang: once, some ten seconds; kept in %s", variant.source, folder
+    )
+    try:
+        variant.compile()
+    except CompilerFailed as error:
+        logger.warning("TileLang %s is installed and does not work: %s", TILELANG, error)
+        return f"broken TileLang {TILELANG}"
+    return None
 
 
 def group_reason(group_size: int) -> str | None:

@@ -19,9 +19,14 @@ from sglang_minima.runner.batch import ForwardBatch
 
 
 class PagedAttention(StepBackend):
-    """The `AttentionBackend` that the models call, bound to one batch at a time."""
+    """The `AttentionBackend` that the models call, bound to one batch at a time.
 
-    def __init__(self, arena: KVArena, rotation: Rotation) -> None:
+    Args:
+        lacking: on a GPU, why it is not `CudaPagedAttention` that serves.
+    """
+
+    def __init__(self, arena: KVArena, rotation: Rotation, lacking: str = "") -> None:
+        self._lacking = lacking
         self._arena = arena
         self._rotation = rotation
         self._scale = arena.geometry.head_dim**-0.5
@@ -67,7 +72,8 @@ class PagedAttention(StepBackend):
         arena, geometry = self._arena.buffer, self._arena.geometry
         q, k, v = (self._rotation.forward(x) for x in (q, k, v))
         recent = self._arena.profile.recent
-        append_tokens(recent, layer, arena, batch.page_bytes, batch.slots, k, v, geometry)
+        pages, slots, lacking = batch.page_bytes, batch.slots, self._lacking
+        append_tokens(recent, layer, arena, pages, slots, k, v, geometry, lacking=lacking)
         split = batch.extend_rows
         outputs = []
         if batch.extend_plan is not None:

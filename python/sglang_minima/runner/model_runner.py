@@ -13,8 +13,9 @@ import torch
 from minima_kernels import KVGeometry, Rotation
 from minima_kernels.cuda import library
 from minima_kernels.cuda.build import compile_all, expansions, variants
+from minima_kernels.cuda.compiler import cache_folder
 from minima_kernels.cuda.route import append_reason, decode_reason, group_reason
-from minima_kernels.cuda.variants import append_variant
+from minima_kernels.cuda.variants import Variant, append_variant
 from sglang_minima.cache.arena import KVArena
 from sglang_minima.models.config import ModelConfig
 from sglang_minima.models.layer_ops import layer_ops
@@ -145,8 +146,6 @@ class ModelRunner:
         """Gives work between the products to FlashInfer where it serves, and says what it does."""
         if self.device.type != "cuda":
             return
-        if library.package() is not None:
-            logger.info("Trying FlashInfer's kernels; what is not compiled yet is compiled now")
         config = self.config
         sizes = config.num_heads, config.num_kv_heads, config.head_dim
         self.model.use(layer_ops(self.device, self.dtype))
@@ -172,13 +171,27 @@ class ModelRunner:
             for format_ in set(arena.profile.recent.formats):
                 needed.append(append_variant(format_, arena.geometry, self.dtype))
             needed += expansions(formats, [dim], [self.dtype])
-            compile_all(needed, os.cpu_count() or 1)
+            self._compile(needed)
             rotation = Rotation(dim, torch.float32, self.device)
             self._attention = CudaPagedAttention(arena, rotation)
         else:
             if self.device.type == "cuda":
                 logger.warning("New rows go through torch, and no step is replayed: %s", lacking)
-            self._attention = PagedAttention(arena, Rotation(dim, self.dtype, self.device))
+            rotation = Rotation(dim, self.dtype, self.device)
+            self._attention = PagedAttention(arena, rotation, lacking)
+
+    @staticmethod
+    def _compile(needed: Sequence[Variant]) -> None:
+        count, jobs = sum(not variant.is_compiled for variant in needed), os.cpu_count() or 1
+        if count:
+            logger.info(
+                "Compiling %d CUDA kernels, %d at once, some seconds each; they are kept in %s. "
+                "Ahead of a start: python -m minima_kernels.cuda.build",
+                count,
+                jobs,
+                cache_folder(),
+            )
+        compile_all(needed, jobs)
 
     def detach(self) -> None:
         """Lets go of the arena and of all that was made for it."""
