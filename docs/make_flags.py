@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from sglang_minima.foreign_flags import FOREIGN_FLAGS, ForeignFlag
-from sglang_minima.server_args import GROUPS, ServerArgs, flag_name
+from sglang_minima.server_args import ServerArgs
+from sglang_minima.settings import GROUPS, flag_name
 
 PAGE = Path(__file__).with_name("flags.md")
 _HEAD = """\

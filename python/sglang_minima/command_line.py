@@ -16,7 +16,8 @@ from typing import Any, Literal, NoReturn
 from sglang_minima import __version__
 from sglang_minima.config_file import read_config
 from sglang_minima.foreign_flags import ELSEWHERE, FOREIGN_FLAGS, ForeignFlag
-from sglang_minima.server_args import GROUPS, ArgumentError, ServerArgs, flag_name, parse_size
+from sglang_minima.server_args import ServerArgs
+from sglang_minima.settings import GROUPS, ArgumentError, flag_name, parse_size
 
 PROGRAM = "python -m sglang_minima.launch_server"
 _EXAMPLES = f"""\

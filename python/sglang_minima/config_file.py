@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from sglang_minima.server_args import ArgumentError
+from sglang_minima.settings import ArgumentError
 
 
 def read_config(path: str) -> dict[str, Any]:

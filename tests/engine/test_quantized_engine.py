@@ -11,7 +11,7 @@ from engine_kit import EngineKit, make_args
 from sglang_minima.command_line import parse_args
 from sglang_minima.models.quantization import fastest, supported
 from sglang_minima.runner.model_runner import ModelRunner, resolve_quantization
-from sglang_minima.server_args import ArgumentError
+from sglang_minima.settings import ArgumentError
 
 CPU = torch.device("cpu")
 

@@ -18,7 +18,8 @@ from sglang_minima.entrypoints.engine import Engine
 from sglang_minima.runner import model_runner
 from sglang_minima.runner.model_runner import ForwardOutput, ModelRunner
 from sglang_minima.scheduler.process import check_settings
-from sglang_minima.server_args import ArgumentError, ServerArgs, flag_name
+from sglang_minima.server_args import ServerArgs
+from sglang_minima.settings import ArgumentError, flag_name
 
 
 @pytest.mark.parametrize(

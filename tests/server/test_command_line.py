@@ -11,7 +11,8 @@ import pytest
 from sglang_minima import __version__
 from sglang_minima.command_line import build_parser, parse_args
 from sglang_minima.foreign_flags import ELSEWHERE, FOREIGN_FLAGS
-from sglang_minima.server_args import GROUPS, ServerArgs, flag_name
+from sglang_minima.server_args import ServerArgs
+from sglang_minima.settings import GROUPS, flag_name
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:

@@ -16,7 +16,7 @@ from sglang_minima import Engine
 from sglang_minima.entrypoints.errors import HttpError
 from sglang_minima.processes import LaunchError
 from sglang_minima.sampling_params import InvalidRequest
-from sglang_minima.server_args import ArgumentError
+from sglang_minima.settings import ArgumentError
 from sglang_minima.tokenization.state import EngineDead
 
 FOUR = {"max_new_tokens": 4}

@@ -16,7 +16,8 @@ from sglang_minima.messages import TextBatch, TextOutput, TokenOutput
 from sglang_minima.sampling_params import SamplingParams
 from sglang_minima.server_args import ServerArgs
 from sglang_minima.tokenization.inputs import PromptInput
-from sglang_minima.tokenization.manager import ModelLimits, TokenizerManager
+from sglang_minima.tokenization.manager import TokenizerManager
+from sglang_minima.tokenization.prompts import ModelLimits
 from sglang_minima.tokenization.state import EngineDead, RequestState
 from sglang_minima.tokenization.tokenizer import Tokenizer
 

@@ -10,7 +10,8 @@ import torch
 from minima_kernels import GRANULE, KVGeometry, use_huge_pages
 from minima_radix import PageKindSpec, choose_slab_granules
 from sglang_minima.cache.profile import KvProfile
-from sglang_minima.server_args import ArgumentError, ServerArgs
+from sglang_minima.server_args import ServerArgs
+from sglang_minima.settings import ArgumentError
 
 _CPU_LIMIT = 4 << 30
 _CPU_SHARE = 0.25

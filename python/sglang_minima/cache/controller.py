@@ -131,6 +131,26 @@ class TierController:
         self._convert(conversions, self._profile.recent, self._profile.stale)
         return len(conversions)
 
+    def compress_first(self, wanted: int) -> None:
+        """Compresses what finished requests left before `wanted` new pages evict anything, as far
+        as that gains room and needs no eviction itself.
+
+        A free slab more is made than is wanted: without one nothing can be compressed.
+        """
+        if not self._compresses:
+            return
+        pool = self._lifecycle.pool
+        recent, stale = self._profile.recent.name, self._profile.stale.name
+        per_slab = pool.pages_per_slab(stale)
+        gain = per_slab - pool.pages_per_slab(recent)  # of a slab full of compressed pages
+        while (missing := wanted + pool.pages_per_slab(recent) - pool.available(recent)) > 0:
+            pages = min(missing, pool.free_in_slabs(stale))
+            if missing > pages and gain > 0:
+                full = max(self.left - pages, 0) // per_slab
+                pages += per_slab * min(-(-(missing - pages) // gain), full, pool.free_slabs)
+            if not self.compress_left(pages):
+                return
+
     def step(self, limit: int) -> int:
         """Converts up to `limit` pages of the backlog; returns how many were converted."""
         conversions: list[Conversion] = []

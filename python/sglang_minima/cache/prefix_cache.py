@@ -166,7 +166,7 @@ class PrefixCache:
             return True
         # In deterministic mode rows of the open page may be written and not yet committed.
         ahead = request.written - table.committed
-        self._compress_first(
+        self.controller.compress_first(
             -(-(request.written + num_tokens) // self.page_size) - len(table.pages)
         )
         try:
@@ -239,25 +239,6 @@ class PrefixCache:
     def obtainable_tokens(self) -> int:
         """Estimate of the tokens that new Recent pages could take without preempting anybody."""
         return self.lifecycle.obtainable(self.profile.recent.name) * self.page_size
-
-    def _compress_first(self, wanted: int) -> None:
-        """Compresses what finished requests left before `wanted` new pages evict anything, as far
-        as that gains room and needs no eviction itself.
-
-        A free slab more is made than is wanted: without one nothing can be compressed.
-        """
-        if not self.profile.compresses:
-            return
-        pool, recent, stale = self.pool, self.profile.recent.name, self.profile.stale.name
-        per_slab = pool.pages_per_slab(stale)
-        gain = per_slab - pool.pages_per_slab(recent)  # of a slab full of compressed pages
-        while (missing := wanted + pool.pages_per_slab(recent) - pool.available(recent)) > 0:
-            pages = min(missing, pool.free_in_slabs(stale))
-            if missing > pages and gain > 0:
-                full = max(self.controller.left - pages, 0) // per_slab
-                pages += per_slab * min(-(-(missing - pages) // gain), full, pool.free_slabs)
-            if not self.controller.compress_left(pages):
-                return
 
     def _obtain(self, request: Request, num_tokens: int) -> None:
         """Takes pages for the request; what has to be evicted for them is timed."""

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from minima_kernels import Format, KVGeometry, PageKind, parse_format
-from sglang_minima.server_args import ArgumentError, ServerArgs, parse_layers
+from sglang_minima.server_args import ServerArgs
+from sglang_minima.settings import ArgumentError, parse_layers
 
 _RAW_FORMATS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 

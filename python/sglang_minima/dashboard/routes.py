@@ -113,13 +113,13 @@ class Dashboard:
         limit = self._manager.limits.context_length
 
         def encode() -> list[int]:
-            self._manager.refuse_overlong(text)
+            self._manager.prompts.refuse_overlong(text)
             if not chat:
                 return tokenizer.encode(text)
             return tokenizer.apply_chat_template([{"role": "user", "content": text}])
 
         try:
-            ids = await self._manager.in_thread(len(text), encode)
+            ids = await self._manager.prompts.in_thread(len(text), encode)
         except ValueError as error:
             raise InvalidRequest(str(error)) from None
         if not 0 < len(ids) <= limit:
@@ -136,7 +136,7 @@ class Dashboard:
                 for start in range(0, len(ids), size)
             ]
 
-        found["texts"] = await self._manager.in_thread(len(text), texts)
+        found["texts"] = await self._manager.prompts.in_thread(len(text), texts)
         return json_response(found)
 
     def _requests(self) -> list[dict[str, Any]]:

@@ -35,11 +35,11 @@ async def render_chat(
     """Renders a conversation without blocking the event loop for long ones."""
 
     def render() -> RenderedChat:
-        manager.refuse_overlong("".join(_texts(chat.messages)))
+        manager.prompts.refuse_overlong("".join(_texts(chat.messages)))
         return renderer.render(chat)
 
     size = sum(len(str(message)) for message in chat.messages)
-    return await manager.in_thread(size, render)
+    return await manager.prompts.in_thread(size, render)
 
 
 def _texts(messages: list[Message]) -> Iterator[str]:

@@ -23,8 +23,10 @@ from sglang_minima.processes import (
     resolve_model,
     start,
 )
-from sglang_minima.server_args import ArgumentError, ServerArgs
-from sglang_minima.tokenization.manager import ModelLimits, TokenizerManager
+from sglang_minima.server_args import ServerArgs
+from sglang_minima.settings import ArgumentError
+from sglang_minima.tokenization.manager import TokenizerManager
+from sglang_minima.tokenization.prompts import ModelLimits
 from sglang_minima.tokenization.state import EngineDead
 
 _GUARD = 'A script that makes an Engine needs `if __name__ == "__main__":` around it.'

@@ -34,7 +34,8 @@ from sglang_minima.entrypoints.request_log import RequestLog
 from sglang_minima.entrypoints.tokenize_api import add_tokenize_routes
 from sglang_minima.models.progress import log_progress
 from sglang_minima.processes import ProcessGroup
-from sglang_minima.tokenization.manager import ModelLimits, TokenizerManager
+from sglang_minima.tokenization.manager import TokenizerManager
+from sglang_minima.tokenization.prompts import ModelLimits
 from sglang_minima.tokenization.state import RequestObserver
 from sglang_minima.tokenization.tokenizer import Tokenizer
 

@@ -21,7 +21,8 @@ from sglang_minima.entrypoints.sse import answering_errors
 from sglang_minima.sampling_params import SamplingParams
 from sglang_minima.server_args import ServerArgs
 from sglang_minima.tokenization.inputs import PromptInput
-from sglang_minima.tokenization.manager import ModelLimits, QueueFull, TokenizerManager
+from sglang_minima.tokenization.manager import QueueFull, TokenizerManager
+from sglang_minima.tokenization.prompts import ModelLimits
 from sglang_minima.tokenization.state import EngineDead
 
 EMBEDDED_MODEL_NAME = "SmolLM2-135M-Instruct"

@@ -70,7 +70,7 @@ def add_tokenize_routes(app: FastAPI, manager: TokenizerManager, renderer: ChatR
             most = _CHARACTERS_PER_TOKEN * limits.context_length
             if sum(map(len, texts)) > most:
                 raise InvalidRequest(f"prompt has more than {most} characters")
-            rows = await manager.in_thread(
+            rows = await manager.prompts.in_thread(
                 sum(map(len, texts)), lambda: [encode(text, special) for text in texts]
             )
             tokens, count = rows, [len(row) for row in rows]
@@ -86,7 +86,7 @@ def add_tokenize_routes(app: FastAPI, manager: TokenizerManager, renderer: ChatR
         prompts, batch = token_prompts(body.tokens, "tokens")
         for ids in prompts:
             check_token_ids(ids, limits.vocab_size, "tokens")
-        texts = await manager.in_thread(
+        texts = await manager.prompts.in_thread(
             sum(map(len, prompts)),
             lambda: [tokenizer.decode(ids, body.skip_special_tokens is True) for ids in prompts],
         )

@@ -25,7 +25,8 @@ from sglang_minima.models.quantization import Quantization, fastest, supported
 from sglang_minima.runner.attention import CudaPagedAttention, PagedAttention
 from sglang_minima.runner.batch import DecodeMemory, ForwardBatch
 from sglang_minima.runner.graphs import DecodeGraphs, StepTensors
-from sglang_minima.server_args import ArgumentError, ServerArgs
+from sglang_minima.server_args import ServerArgs
+from sglang_minima.settings import ArgumentError
 
 logger = logging.getLogger(__name__)
 

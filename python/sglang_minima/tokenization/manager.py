@@ -1,17 +1,13 @@
-"""The tokenizer manager: checks and tokenises requests, sends them, and routes the answers back."""
+"""The tokenizer manager: sends the requests of calls, and routes the answers back."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import islice
-from typing import Any, TypeVar
-
-import msgspec
+from typing import Any
 
 from sglang_minima.channels import Addresses, AsyncReceiver, Sender
 from sglang_minima.grammar.checker import GrammarChecker
@@ -20,20 +16,18 @@ from sglang_minima.messages import (
     AbortRequest,
     ControlReply,
     ControlRequest,
-    GenerateRequest,
     TextBatch,
     ToFrontend,
     ToScheduler,
 )
-from sglang_minima.sampling_params import InvalidRequest, SamplingParams
+from sglang_minima.sampling_params import InvalidRequest
 from sglang_minima.server_args import ServerArgs
 from sglang_minima.tokenization.inputs import (
     Bounds,
     PromptInput,
-    check_token_ids,
-    prompt_too_long,
     too_many_sequences,
 )
+from sglang_minima.tokenization.prompts import ModelLimits, Prompts
 from sglang_minima.tokenization.state import (
     EngineDead,
     Generation,
@@ -43,36 +37,12 @@ from sglang_minima.tokenization.state import (
 from sglang_minima.tokenization.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 QUEUE_FULL = "The request queue is full."
-_THREAD_CHARACTERS = 4096
-"""Shorter texts are tokenised in the event loop: that takes less than a thread switch is worth."""
-_PROBE_CHARACTERS_PER_TOKEN = 32
-"""A text longer than the context by this factor is judged by its beginning first."""
 
 
 class QueueFull(RuntimeError):
     """Too many requests wait (503)."""
-
-
-@dataclass(frozen=True)
-class ModelLimits:
-    """What the manager must know of the model."""
-
-    vocab_size: int
-    context_length: int
-    max_total_tokens: int
-
-    @property
-    def longest_sequence(self) -> int:
-        """Tokens that one sequence may have: the context, or what of it the arena holds."""
-        return min(self.context_length, self.max_total_tokens)
-
-    @classmethod
-    def from_info(cls, info: dict[str, Any]) -> ModelLimits:
-        """From what the scheduler reports when it is ready."""
-        return cls(info["vocab_size"], info["context_length"], info["max_total_num_tokens"])
 
 
 class TokenizerManager:
@@ -96,6 +66,7 @@ class TokenizerManager:
     ) -> None:
         self.limits = limits
         self.tokenizer = tokenizer
+        self.prompts = Prompts(limits, tokenizer)
         self.dead: str | None = None
         self._capacity = args.max_queued_requests + args.max_running_requests
         self._observers = tuple(observers)
@@ -104,7 +75,6 @@ class TokenizerManager:
         self._running: dict[str, tuple[RequestState, Generation]] = {}
         self._controls: dict[str, asyncio.Future[ControlReply]] = {}
         self._grammars = GrammarChecker(tokenizer.hugging_face.name_or_path)
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
         self._task = asyncio.get_running_loop().create_task(self._receive())
         self._task.add_done_callback(self._receiver_ended)
 
@@ -137,20 +107,13 @@ class TokenizerManager:
         """
         total = sum(prompt.sampling.n for prompt in prompts)
         self._check_room(total)
-        for prompt in prompts:
-            if prompt.token_ids_logprob:
-                check_token_ids(
-                    prompt.token_ids_logprob, self.limits.vocab_size, "token_ids_logprob"
-                )
+        self.prompts.check(prompts)
         grammars = [prompt.sampling.grammar for prompt in prompts]
         await self._grammars.check(grammar for grammar in grammars if grammar is not None)
-        prompt_ids = await self.in_thread(
-            sum(len(prompt.prompt) for prompt in prompts),
-            lambda: [self._token_ids(prompt.prompt) for prompt in prompts],
-        )
+        prompt_ids = await self.prompts.tokenize(prompts)
         states: list[RequestState] = []
         for prompt, ids in zip(prompts, prompt_ids, strict=True):
-            states += self._samples(prompt, ids, group)
+            states += self.prompts.samples(prompt, ids, group)
         self._check_room(total)
         rids = {state.rid for state in states}
         if len(rids) < len(states) or not rids.isdisjoint(self._running):
@@ -163,12 +126,6 @@ class TokenizerManager:
             for observer in self._observers:
                 observer.received(state)
         return generation
-
-    async def in_thread(self, characters: int, work: Callable[[], T]) -> T:
-        """Runs tokenizer work: at once when it is short, else without blocking the loop."""
-        if characters < _THREAD_CHARACTERS:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def abort(self, rid: str) -> int:
         """Aborts the request, or the batch, with this rid; returns how many sequences that is."""
@@ -224,7 +181,7 @@ class TokenizerManager:
         await self._grammars.close()
         self._receiver.close()
         self._sender.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.prompts.close()
 
     async def _receive(self) -> None:
         while True:
@@ -261,87 +218,6 @@ class TokenizerManager:
                 if state.finish is not None:
                     observer.finished(state)
             generation.notify(state.rid)
-
-    def _samples(
-        self, prompt: PromptInput, ids: list[int], group: str | None
-    ) -> list[RequestState]:
-        """The n sequences of one prompt."""
-        sampling = self._clip(prompt.sampling, len(ids))
-        start = prompt.logprob_start_len
-        if prompt.return_logprob and start == -1 and sampling.max_new_tokens == 0:
-            # Without output tokens, only the prompt's log-probabilities can be meant.
-            start = 0
-        if start > len(ids):
-            raise InvalidRequest(
-                f"logprob_start_len is {start}, but the prompt has {len(ids)} tokens"
-            )
-        decode_each = self.tokenizer.decode_each if prompt.return_text_in_logprobs else None
-        states = []
-        for sample in range(sampling.n):
-            if prompt.rid is None:
-                rid = uuid.uuid4().hex
-            else:
-                rid = prompt.rid if sampling.n == 1 else f"{prompt.rid}_{sample}"
-            request = GenerateRequest(
-                rid=rid,
-                input_ids=ids,
-                sampling=sampling,
-                salt=prompt.salt,
-                priority=prompt.priority,
-                return_logprob=prompt.return_logprob,
-                logprob_start_len=start,
-                top_logprobs_num=prompt.top_logprobs_num,
-                token_ids_logprob=prompt.token_ids_logprob,
-                seed_offset=sample,
-            )
-            states.append(RequestState(request, group or prompt.rid, decode_each))
-        return states
-
-    def _clip(self, sampling: SamplingParams, prompt_tokens: int) -> SamplingParams:
-        """Output limits that fit into the context after the prompt."""
-        room = self.limits.context_length - prompt_tokens
-        if sampling.max_new_tokens <= room:
-            return sampling
-        return msgspec.structs.replace(
-            sampling, max_new_tokens=room, min_new_tokens=min(sampling.min_new_tokens, room)
-        )
-
-    def _token_ids(self, prompt: str | list[int]) -> list[int]:
-        """Tokenises and checks one prompt."""
-        if not isinstance(prompt, str):
-            check_token_ids(prompt, self.limits.vocab_size, "input_ids")
-            ids = prompt
-        else:
-            self.refuse_overlong(prompt)
-            ids = self.tokenizer.encode(prompt)
-        if not ids:
-            raise InvalidRequest("the prompt is empty")
-        self._check_length(len(ids))
-        return ids
-
-    def refuse_overlong(self, text: str) -> None:
-        """Judges a text of many megabytes by its beginning: it must not occupy the tokenizer only
-        to be refused.
-
-        Raises:
-            InvalidRequest: the beginning alone fills the context.
-        """
-        probe = self.limits.context_length * _PROBE_CHARACTERS_PER_TOKEN
-        if len(text) > 2 * probe:
-            seen = len(self.tokenizer.encode(text[:probe]))
-            if seen > self.limits.context_length:
-                self._check_length(seen, "at least ")
-
-    def _check_length(self, tokens: int, precision: str = "") -> None:
-        if tokens >= self.limits.context_length:
-            raise InvalidRequest(
-                prompt_too_long(f"{precision}{tokens}", self.limits.context_length)
-            )
-        if tokens > self.limits.max_total_tokens:
-            raise InvalidRequest(
-                f"the prompt has {tokens} tokens, but the KV arena holds "
-                f"{self.limits.max_total_tokens} tokens"
-            )
 
     def _check_room(self, count: int) -> None:
         self._check_alive()
