@@ -11,13 +11,14 @@ tokens in TQ3 pages.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, Claim, Record, format_claims, format_table
-from decode_attention import GEOMETRIES, PAGE, Call, Inputs, calls, gpu_facts, time_graph
+from common import Claim, add_output_options, format_table, panels
+from gpu_pages import GEOMETRIES, PAGE, Inputs, calls
+from gpu_timing import Call, gpu_record, time_graph
 
 from minima_kernels import (
     GRANULE,
@@ -25,7 +26,6 @@ from minima_kernels import (
     PageKind,
     Rotation,
     RouteCounters,
-    Segment,
     parse_format,
 )
 from minima_kernels.cuda.append import CudaAppend
@@ -45,11 +45,9 @@ def main() -> None:
     parser.add_argument("--geometries", nargs="+", default=list(GEOMETRIES), choices=GEOMETRIES)
     parser.add_argument("--formats", nargs="+", default=["fp8", "bf16"])
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--plot", action=argparse.BooleanOptionalAction, default=True)
+    add_output_options(parser)
     arguments = parser.parse_args()
-    record = Record("append")
-    record.machine |= gpu_facts()
+    record = gpu_record("append")
     rows: list[dict[str, Any]] = []
     for name in arguments.geometries:
         attention = time_attention(name, arguments.rounds)
@@ -59,8 +57,7 @@ def main() -> None:
                 rows.append(measure(name, format_, num_rows, attention, arguments.rounds))
         print(format_table(rows, COLUMNS), flush=True)
     claims = make_claims(rows)
-    print(format_claims(claims))
-    print(record.write(rows, claims, draw(rows) if arguments.plot else None, arguments.output))
+    record.finish(rows, claims, draw, arguments)
 
 
 def time_attention(name: str, rounds: int) -> float:
@@ -69,10 +66,8 @@ def time_attention(name: str, rounds: int) -> float:
     batch, tokens = DECODE
     pages = tokens // PAGE
     inputs = Inputs(KVGeometry(1, num_kv_heads, dim, PAGE), ["tq3"], [batch * pages])
-    parts = inputs.addresses[0].split(pages)
-    segments = [Segment(part, 0, PAGE, [request]) for request, part in enumerate(parts)]
     q = torch.randn(batch, num_heads, dim, device="cuda").bfloat16()
-    return time_graph(calls(inputs, segments, q), rounds)[0]
+    return time_graph(calls(inputs, inputs.segments(0, pages), q), rounds)[0]
 
 
 def measure(
@@ -135,14 +130,10 @@ def make_claims(rows: list[dict[str, Any]]) -> list[Claim]:
     ]  # fmt: skip
 
 
-def draw(rows: list[dict[str, Any]]) -> Any:
+def draw(rows: Sequence[dict[str, Any]]) -> Any:
     """Microseconds of a layer by number of rows."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(5, 3.5))
+    figure, axes = panels(1, 1, (5, 3.5))
+    axis = axes[0, 0]
     for panel in dict.fromkeys((row["geometry"], row["pages"]) for row in rows):
         mine = [row for row in rows if (row["geometry"], row["pages"]) == panel]
         times = [row["us"] for row in mine]

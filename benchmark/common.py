@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
@@ -79,6 +80,31 @@ class Record:
         if figure is not None:
             figure.savefig(directory / f"{self.benchmark}.png", dpi=120, bbox_inches="tight")
         return path
+
+    def finish(
+        self,
+        rows: Sequence[dict[str, Any]],
+        claims: Sequence[Claim],
+        draw: Callable[[Sequence[dict[str, Any]]], Figure],
+        options: argparse.Namespace,
+    ) -> None:
+        """Prints the claims, and writes the record as `add_output_options` were given."""
+        print(format_claims(claims))
+        print(self.write(rows, claims, draw(rows) if options.plot else None, options.output))
+
+
+def add_output_options(parser: argparse.ArgumentParser) -> None:
+    """Where the record goes, and whether a plot goes with it."""
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--plot", action=argparse.BooleanOptionalAction, default=True)
+
+
+def panels(rows: int, columns: int, size: tuple[float, float]) -> tuple[Figure, Any]:
+    """An empty figure of so many inches, and its axes [rows, columns]."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size)
+    return figure, figure.subplots(rows, columns, squeeze=False)
 
 
 def describe_machine() -> dict[str, Any]:

@@ -10,41 +10,22 @@ rotation.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, Claim, Record, format_claims, format_table
+from common import Claim, add_output_options, format_table, panels
+from gpu_pages import GEOMETRIES, PAGE, Inputs, calls
+from gpu_timing import draw_methods, find_flashinfer, gpu_record, num_sets, time_graph
 
-from minima_kernels import (
-    GRANULE,
-    KVGeometry,
-    PageKind,
-    Rotation,
-    RouteCounters,
-    Segment,
-    parse_format,
-    plan_decode,
-    run_decode,
-)
-from minima_kernels.shares import write_shares
+from minima_kernels import KVGeometry
 
-GEOMETRIES = {"A": (24, 4, 256), "B": (32, 8, 128)}
 SHAPES = ((2, 59008), (32, 32256), (64, 8192))
 LARGE = ((32, 32256), (64, 8192))
-PAGE = 64
-# Bytes read in one replay: many times the cache.
-MIN_REPLAY_BYTES = 1.2e9
-MAX_SETS = 12
 # The canary of the Minima-KV paper: 10 FP8 and 23 TQ3 pages of every 33.
 CANARY = (10, 33)
-
-Call = Callable[[], object]
 
 
 def main() -> None:
@@ -53,11 +34,9 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", default=["tq3", "tq(16,4)", "fp8", "bf16"])
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--plot", action=argparse.BooleanOptionalAction, default=True)
+    add_output_options(parser)
     arguments = parser.parse_args()
-    record = Record("decode_attention")
-    record.machine |= gpu_facts()
+    record = gpu_record("decode_attention")
     rows = ceilings(arguments.rounds)
     for name in arguments.geometries:
         for shape in SHAPES:
@@ -70,52 +49,11 @@ def main() -> None:
             print(format_table(rows[-12:], COLUMNS), flush=True)
     claims = make_claims(rows)
     print(format_table(rows, COLUMNS))
-    print(format_claims(claims))
-    print(record.write(rows, claims, draw(rows) if arguments.plot else None, arguments.output))
+    record.finish(rows, claims, draw, arguments)
 
 
 COLUMNS = {"geometry": "", "batch": "", "tokens": "", "method": "", "us": ".1f", "us_min": ".1f",
            "us_max": ".1f", "gb_per_s": ".0f"}  # fmt: skip
-
-
-def gpu_facts() -> dict[str, Any]:
-    """The GPU and what runs it."""
-    properties = torch.cuda.get_device_properties(0)
-    return {
-        "gpu": properties.name,
-        "multiprocessors": properties.multi_processor_count,
-        "cuda": torch.version.cuda,
-    }
-
-
-def time_graph(calls: Sequence[Call], rounds: int) -> tuple[float, float, float]:
-    """Median, least and largest microseconds of one call, all calls in one CUDA graph."""
-    stream = torch.cuda.Stream()
-    count = max(len(calls), 4)
-    times = []
-    with torch.cuda.stream(stream):
-        for call in calls:
-            call()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            held = [calls[i % len(calls)]() for i in range(count)]
-        for _ in range(3):
-            graph.replay()
-        for _ in range(rounds):
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record(stream)
-            graph.replay()
-            stop.record(stream)
-            stream.synchronize()
-            times.append(start.elapsed_time(stop) * 1e3 / count)
-    del held
-    return statistics.median(times), min(times), max(times)
-
-
-def num_sets(num_bytes: int) -> int:
-    """Input sets to rotate."""
-    return max(1, min(MAX_SETS, math.ceil(MIN_REPLAY_BYTES / num_bytes)))
 
 
 def row(
@@ -162,82 +100,13 @@ def ceilings(rounds: int) -> list[dict[str, Any]]:
     ]
 
 
-class Inputs:
-    """Arenas with pages of some kinds in random places, the same places in all of them."""
-
-    def __init__(self, geometry: KVGeometry, formats: Sequence[str], counts: Sequence[int]) -> None:
-        self.geometry = geometry
-        self.kinds = [PageKind.uniform(name, parse_format(name), 1) for name in formats]
-        sizes = [kind.granules(geometry) for kind in self.kinds]
-        self.read_bytes = sum(
-            kind.formats[0].layer_bytes(geometry) * count
-            for kind, count in zip(self.kinds, counts, strict=True)
-        )
-        total = sum(size * count for size, count in zip(sizes, counts, strict=True)) * GRANULE
-        self.addresses: list[torch.Tensor] = []
-        start = 0
-        for size, count in zip(sizes, counts, strict=True):
-            self.addresses.append(torch.randperm(count) * size + start)
-            start += size * count
-        self.arenas = [
-            torch.empty(total, dtype=torch.uint8, device="cuda")
-            for _ in range(num_sets(self.read_bytes))
-        ]
-        for kind, addresses in zip(self.kinds, self.addresses, strict=True):
-            self._fill(kind, addresses.cuda())
-
-    def _fill(self, kind: PageKind, addresses: torch.Tensor) -> None:
-        """Random content: some pages are encoded and used again and again."""
-        geometry, format_ = self.geometry, kind.formats[0]
-        shape = 128, PAGE, geometry.num_kv_heads, geometry.head_dim
-        k, v = (torch.randn(shape, device="cuda") for _ in range(2))
-        data = format_.encode(k, v, geometry)
-        for part in addresses.split(len(data)):
-            write_shares(self.arenas[0], part, format_, 0, geometry, data[: len(part)])
-        for arena in self.arenas[1:]:
-            arena.copy_(self.arenas[0])
-
-
-def calls(
-    inputs: Inputs,
-    segments: Sequence[Segment],
-    q: torch.Tensor,
-    query_bits: int = 15,
-    page_mass: bool = False,
-) -> list[Call]:
-    """One whole decode per input set."""
-    geometry = inputs.geometry
-    plan = plan_decode(segments, len(q), inputs.kinds, geometry, q.device, query_bits=query_bits)
-    rotation = Rotation(geometry.head_dim, device=q.device)
-    routes = RouteCounters()
-
-    def call(arena: torch.Tensor) -> object:
-        return run_decode(
-            plan,
-            q,
-            arena,
-            0,
-            geometry.head_dim**-0.5,
-            page_mass=page_mass,
-            rotation=rotation,
-            routes=routes,
-        )
-
-    call(inputs.arenas[0])
-    assert [route.route for route in routes.snapshot()] == ["cuda"], routes.snapshot()
-    return [partial(call, arena) for arena in inputs.arenas]
-
-
 def own(name: str, shape: tuple[int, int], format_: str, rounds: int) -> list[dict[str, Any]]:
     """Our kernels over pages of one format."""
     num_heads, num_kv_heads, dim = GEOMETRIES[name]
     batch, tokens = shape
     pages = tokens // PAGE
     inputs = Inputs(KVGeometry(1, num_kv_heads, dim, PAGE), [format_], [batch * pages])
-    segments = [
-        Segment(part, 0, PAGE, [request])
-        for request, part in enumerate(inputs.addresses[0].split(pages))
-    ]
+    segments = inputs.segments(0, pages)
     q = torch.randn(batch, num_heads, dim, device="cuda").bfloat16()
     rows = []
     options: list[tuple[str, int, bool]] = [("", 15, False)]
@@ -259,10 +128,7 @@ def canary(name: str, shape: tuple[int, int], rounds: int) -> list[dict[str, Any
     fp8 = round(pages * CANARY[0] / CANARY[1])
     counts = batch * fp8, batch * (pages - fp8)
     inputs = Inputs(KVGeometry(1, num_kv_heads, dim, PAGE), ["fp8", "tq3"], counts)
-    segments = []
-    for kind, part_pages in enumerate((fp8, pages - fp8)):
-        parts = inputs.addresses[kind].split(part_pages)
-        segments += [Segment(part, kind, PAGE, [request]) for request, part in enumerate(parts)]
+    segments = [*inputs.segments(0, fp8), *inputs.segments(1, pages - fp8)]
     q = torch.randn(batch, num_heads, dim, device="cuda").bfloat16()
     times = time_graph(calls(inputs, segments, q), rounds)
     return [row(name, shape, "canary fp8 + tq3", times, inputs.read_bytes)]
@@ -270,12 +136,9 @@ def canary(name: str, shape: tuple[int, int], rounds: int) -> list[dict[str, Any
 
 def peers(name: str, shape: tuple[int, int], rounds: int) -> list[dict[str, Any]]:
     """FlashInfer's paths over BF16 and FP8 (scale 1) caches, where it is installed."""
-    try:
-        import flashinfer
-    except ImportError:
-        print("FlashInfer is not installed: no peers")
+    flashinfer = find_flashinfer()
+    if flashinfer is None:
         return []
-    ctypes.CDLL("libcuda.so.1", ctypes.RTLD_GLOBAL)
     rows = []
     for kv_name, dtype in (("bf16", torch.bfloat16), ("fp8", torch.float8_e4m3fn)):
         rows += peers_over(name, shape, kv_name, dtype, flashinfer, rounds)
@@ -388,21 +251,13 @@ def make_claims(rows: Sequence[dict[str, Any]]) -> list[Claim]:
 
 def draw(rows: Sequence[dict[str, Any]]) -> Any:
     """Time per decode, a panel per geometry and shape."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     cases = list(
         dict.fromkeys((r["geometry"], r["batch"], r["tokens"]) for r in rows if r["tokens"])
     )
-    figure, axes = pyplot.subplots(1, len(cases), figsize=(4 * len(cases), 4), squeeze=False)
+    figure, axes = panels(1, len(cases), (4 * len(cases), 4))
     for axis, case in zip(axes[0], cases, strict=True):
         chosen = [r for r in rows if (r["geometry"], r["batch"], r["tokens"]) == case]
-        colours = ["C1" if r["method"].startswith("FlashInfer") else "C0" for r in chosen]
-        axis.barh([r["method"] for r in chosen], [r["us"] for r in chosen], color=colours)
-        axis.set(title=f"{case[0]}: {case[1]} x {case[2]:,} tokens", xlabel="µs")
-        axis.invert_yaxis()
+        draw_methods(axis, chosen, f"{case[0]}: {case[1]} x {case[2]:,} tokens")
     figure.tight_layout()
     return figure
 

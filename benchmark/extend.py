@@ -11,13 +11,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, Claim, Record, format_claims, format_table
-from decode_attention import GEOMETRIES, PAGE, Inputs, gpu_facts
-from retier import time_events
+from common import Claim, add_output_options, format_table, panels
+from gpu_pages import GEOMETRIES, PAGE, Inputs
+from gpu_timing import gpu_record, time_events
 
 from minima_kernels import KVGeometry, Rotation, RouteCounters, Segment, plan_extend, run_extend
 from minima_kernels.routes import Route
@@ -34,11 +33,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--geometries", nargs="+", default=list(GEOMETRIES), choices=GEOMETRIES)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--plot", action=argparse.BooleanOptionalAction, default=True)
+    add_output_options(parser)
     arguments = parser.parse_args()
-    record = Record("extend")
-    record.machine |= gpu_facts()
+    record = gpu_record("extend")
     rows: list[dict[str, Any]] = []
     for name in arguments.geometries:
         for count in NEW_TOKENS:
@@ -53,8 +50,7 @@ def main() -> None:
         for row in rows
         if row["prefix"] in ("fp8", "tq3", "tq(16,4)")
     ]  # fmt: skip
-    print(format_claims(claims))
-    print(record.write(rows, claims, draw(rows) if arguments.plot else None, arguments.output))
+    record.finish(rows, claims, draw, arguments)
 
 
 def measure(name: str, count: int, rounds: int) -> list[dict[str, Any]]:
@@ -122,13 +118,8 @@ def dense(q: torch.Tensor, num_kv_heads: int) -> Any:
 
 def draw(rows: Sequence[dict[str, Any]]) -> Any:
     """Time over that of BF16 pages."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     keys = list(dict.fromkeys((row["geometry"], row["new"]) for row in rows))
-    figure, axes = pyplot.subplots(1, len(keys), figsize=(4 * len(keys), 3.5), squeeze=False)
+    figure, axes = panels(1, len(keys), (4 * len(keys), 3.5))
     for axis, key in zip(axes[0], keys, strict=True):
         chosen = [row for row in rows if (row["geometry"], row["new"]) == key]
         axis.bar([row["prefix"] for row in chosen], [row["us"] for row in chosen])

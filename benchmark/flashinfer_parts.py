@@ -11,13 +11,11 @@ import argparse
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, Claim, Record, format_claims, format_table
-from decode_attention import gpu_facts, time_graph
-from retier import time_events
+from common import Claim, add_output_options, format_table, panels
+from gpu_timing import gpu_record, time_events, time_graph
 
 from minima_kernels.cuda import library
 from minima_kernels.cuda.extend import attend_new
@@ -51,11 +49,9 @@ Rows = list[dict[str, Any]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--plot", action=argparse.BooleanOptionalAction, default=True)
+    add_output_options(parser)
     arguments = parser.parse_args()
-    record = Record("flashinfer_parts")
-    record.machine |= gpu_facts()
+    record = gpu_record("flashinfer_parts")
     rows = [*layers(arguments.rounds), *prefill(arguments.rounds), *sampling(arguments.rounds)]
     print(format_table(rows, COLUMNS))
     claims = [
@@ -68,8 +64,7 @@ def main() -> None:
             ours = min(us for us in (row["torch_us"], row["library_us"]) if us is not None)
             name = f"{row['part']}, {row['case']}: over a sort of the vocabulary"
             claims.append(Claim.at_least(name, row["sort_us"] / ours, 1.0, "x"))
-    print(format_claims(claims))
-    print(record.write(rows, claims, draw(rows) if arguments.plot else None, arguments.output))
+    record.finish(rows, claims, draw, arguments)
 
 
 def row(
@@ -183,13 +178,9 @@ def by_sorting(logits: torch.Tensor, cut: tuple[int, float, float]) -> Callable[
 
 def draw(rows: Sequence[dict[str, Any]]) -> Any:
     """Speed over torch, part by part."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     shown = [row for row in rows if row["speedup"] is not None]
-    figure, axis = pyplot.subplots(figsize=(7, 0.3 * len(shown) + 1))
+    figure, axes = panels(1, 1, (7, 0.3 * len(shown) + 1))
+    axis = axes[0, 0]
     axis.barh([f"{row['part']}, {row['case']}" for row in shown], [row["speedup"] for row in shown])
     axis.axvline(1.0, color="black", linewidth=0.8)
     axis.invert_yaxis()

@@ -8,14 +8,12 @@ same way. Geometries: A = 4 KV heads / head dim 256 / 16 layers, B = 8 / 128 / 3
 from __future__ import annotations
 
 import argparse
-import statistics
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from common import RESULTS, Claim, Record, format_claims, format_table
-from decode_attention import gpu_facts
+from common import Claim, add_output_options, format_table, panels
+from gpu_timing import gpu_record, time_events
 
 from minima_kernels import GRANULE, KVGeometry, PageKind, RouteCounters, parse_format, retier
 from minima_kernels.cpu.route import torch_only
@@ -36,11 +34,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--geometries", nargs="+", default=list(GEOMETRIES), choices=GEOMETRIES)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--plot", action=argparse.BooleanOptionalAction, default=True)
+    add_output_options(parser)
     arguments = parser.parse_args()
-    record = Record("retier")
-    record.machine |= gpu_facts()
+    record = gpu_record("retier")
     copy_rate = measure_copy(arguments.rounds)
     print(f"copy, read and write: {copy_rate:.0f} GB/s")
     rows: list[dict[str, Any]] = []
@@ -56,22 +52,7 @@ def main() -> None:
         for row in rows
         if row["route"] == "cuda"
     ]  # fmt: skip
-    print(format_claims(claims))
-    print(record.write(rows, claims, draw(rows) if arguments.plot else None, arguments.output))
-
-
-def time_events(call: Callable[[], object], rounds: int) -> float:
-    """Median milliseconds of a call, by the device's clock."""
-    times = []
-    for index in range(rounds + 2):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        call()
-        stop.record()
-        stop.synchronize()
-        if index >= 2:
-            times.append(start.elapsed_time(stop))
-    return statistics.median(times)
+    record.finish(rows, claims, draw, arguments)
 
 
 def measure_copy(rounds: int) -> float:
@@ -135,15 +116,8 @@ def convert(
 
 def draw(rows: Sequence[dict[str, Any]]) -> Any:
     """Share of the copy rate by conversion."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     geometries = list(dict.fromkeys(row["geometry"] for row in rows))
-    figure, axes = pyplot.subplots(
-        1, len(geometries), figsize=(7 * len(geometries), 4), squeeze=False
-    )
+    figure, axes = panels(1, len(geometries), (7 * len(geometries), 4))
     for axis, geometry in zip(axes[0], geometries, strict=True):
         mine = [row for row in rows if row["geometry"] == geometry]
         for place, route in enumerate(("cuda", "torch")):

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, Claim, Record, format_claims, format_table
+from common import Claim, Record, add_output_options, format_claims, format_table, panels
 
 from minima_kernels import retier
 from minima_kernels.routes import ROUTES
@@ -214,8 +214,7 @@ def main() -> None:
     parser.add_argument("--overlap", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--embedded", help="a .gguf file or directory: two rows of that model too")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the script out")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--plot", action=argparse.BooleanOptionalAction, default=True)
+    add_output_options(parser)
     options = parser.parse_args()
     record = Record("serve_gpu")
     record.machine |= gpu_facts()
@@ -370,14 +369,9 @@ def make_claims(rows: Sequence[dict[str, Any]]) -> list[Claim]:
 
 def draw(rows: Sequence[dict[str, Any]]) -> Any:
     """Decode throughput, a panel per scenario."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     scenarios = list(dict.fromkeys(row["scenario"] for row in rows))
-    figure, axes = pyplot.subplots(1, len(scenarios), figsize=(4 * len(scenarios), 3.5))
-    for axis, scenario in zip([axes] if len(scenarios) == 1 else axes, scenarios, strict=True):
+    figure, axes = panels(1, len(scenarios), (4 * len(scenarios), 3.5))
+    for axis, scenario in zip(axes[0], scenarios, strict=True):
         chosen = [row for row in rows if row["scenario"] == scenario and row["tok_per_s"]]
         names = [f"{row['profile']} x{row['requests']}" for row in chosen]
         axis.bar(names, [row["tok_per_s"] for row in chosen])

@@ -9,26 +9,16 @@ pages), and a tree of 4 levels with fan-out 4, 2,048 tokens a node and 64 leaves
 from __future__ import annotations
 
 import argparse
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from common import RESULTS, Claim, Record, format_claims, format_table
-from decode_attention import (
-    GEOMETRIES,
-    PAGE,
-    Call,
-    Inputs,
-    calls,
-    gpu_facts,
-    num_sets,
-    time_graph,
-)
+from common import Claim, add_output_options, format_table, panels
+from gpu_pages import GEOMETRIES, PAGE, Inputs, calls
+from gpu_timing import Call, draw_methods, find_flashinfer, gpu_record, num_sets, time_graph
 
 from minima_kernels import KVGeometry, Segment
 from minima_kernels.cuda import work
@@ -77,11 +67,9 @@ def main() -> None:
     parser.add_argument("--geometries", nargs="+", default=list(GEOMETRIES), choices=GEOMETRIES)
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--plot", action=argparse.BooleanOptionalAction, default=True)
+    add_output_options(parser)
     arguments = parser.parse_args()
-    record = Record("shared_prefix")
-    record.machine |= gpu_facts()
+    record = gpu_record("shared_prefix")
     rows: list[dict[str, Any]] = []
     for geometry in arguments.geometries:
         for case in cases():
@@ -91,8 +79,7 @@ def main() -> None:
             print(format_table(found, COLUMNS), flush=True)
             rows += found
     claims = make_claims(rows)
-    print(format_claims(claims))
-    print(record.write(rows, claims, draw(rows) if arguments.plot else None, arguments.output))
+    record.finish(rows, claims, draw, arguments)
 
 
 def cases() -> list[Case]:
@@ -158,12 +145,9 @@ def row(
 
 def peers(geometry: str, case: Case, rounds: int) -> list[dict[str, Any]]:
     """FlashInfer: a cascade over the levels, and the best path per request, over the same pages."""
-    try:
-        import flashinfer
-    except ImportError:
-        print("FlashInfer is not installed: no peers")
+    flashinfer = find_flashinfer()
+    if flashinfer is None:
         return []
-    ctypes.CDLL("libcuda.so.1", ctypes.RTLD_GLOBAL)
     num_heads, num_kv_heads, dim = GEOMETRIES[geometry]
     total = case.num_pages + case.readers * case.tail_pages
     q = torch.randn(case.readers, num_heads, dim, device="cuda").bfloat16()
@@ -281,16 +265,9 @@ def make_claims(rows: Sequence[dict[str, Any]]) -> list[Claim]:
 
 def draw(rows: Sequence[dict[str, Any]]) -> Any:
     """Time by the number of readers, and of the other cases."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     geometries = list(dict.fromkeys(item["geometry"] for item in rows))
     others = [case for case in cases() if case.tail_pages or len(case.level_nodes) > 1]
-    figure, axes = pyplot.subplots(
-        len(geometries), 1 + len(others), figsize=(15, 4 * len(geometries)), squeeze=False
-    )
+    figure, axes = panels(len(geometries), 1 + len(others), (15, 4 * len(geometries)))
     for line, geometry in zip(axes, geometries, strict=True):
         mine = [item for item in rows if item["geometry"] == geometry]
         names = [case.name for case in cases() if case not in others]
@@ -306,10 +283,7 @@ def draw(rows: Sequence[dict[str, Any]]) -> Any:
         line[0].legend()
         for axis, case in zip(line[1:], others, strict=True):
             chosen = [r for r in mine if r["case"] == case.name]
-            colours = ["C1" if r["method"].startswith("FlashInfer") else "C0" for r in chosen]
-            axis.barh([r["method"] for r in chosen], [r["us"] for r in chosen], color=colours)
-            axis.set(title=f"{geometry}: {case.name}", xlabel="µs")
-            axis.invert_yaxis()
+            draw_methods(axis, chosen, f"{geometry}: {case.name}")
     figure.tight_layout()
     return figure
 

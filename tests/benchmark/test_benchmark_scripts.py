@@ -15,7 +15,7 @@ import pytest
 import torch
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from common import Claim, Record, format_claims, format_table
+from common import Claim, Record, add_output_options, format_claims, format_table, panels
 
 from sglang_minima.models.embedded import find_embedded_model
 from sglang_minima.runner.model_runner import ModelRunner
@@ -64,6 +64,22 @@ def test_record_has_every_part(tmp_path: Path) -> None:
 def test_record_refuses_values_that_are_not_json(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="JSON"):
         Record("some_name").write([{"a": float("nan")}], [], None, tmp_path)
+
+
+@pytest.mark.parametrize("plot", [True, False])
+def test_a_run_ends_with_claims_record_and_plot(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], plot: bool
+) -> None:
+    parser = argparse.ArgumentParser()
+    add_output_options(parser)
+    options = parser.parse_args(["--output", str(tmp_path), *([] if plot else ["--no-plot"])])
+    claims = [Claim.at_most("c", 3, 2, "s")]
+    Record("name").finish([{"a": 1}], claims, lambda rows: panels(1, len(rows), (2, 2))[0], options)
+    assert capsys.readouterr().out.splitlines() == [
+        "MISSED  c: 3 s (target <= 2)",
+        str(tmp_path / "name.json"),
+    ]
+    assert (tmp_path / "name.png").exists() == plot
 
 
 def _fidelity_row(name: str) -> dict[str, Any]:
