@@ -23,9 +23,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from serving import stop
+
 SLOT_TOKENS = 4096
 START_SECONDS = 120.0
-STOP_SECONDS = 30.0
 _MIB = 1 << 20
 
 
@@ -170,12 +171,7 @@ def running_llama(
             _wait_until_healthy(server, process)
             yield server
         finally:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            stop(process)
 
 
 def _wait_until_healthy(server: LlamaServer, process: subprocess.Popen[bytes]) -> None:

@@ -16,6 +16,7 @@ import torch
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from common import Claim, Record, add_output_options, format_claims, format_table, panels
+from tiny_llama import write_tiny_llama
 
 from sglang_minima.models.embedded import find_embedded_model
 from sglang_minima.runner.model_runner import ModelRunner
@@ -109,22 +110,9 @@ def test_standard_error_is_over_texts_not_positions() -> None:
 
 @pytest.fixture(scope="module")
 def tiny_runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(7)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=2048,
-        initializer_range=0.15,
+    path = write_tiny_llama(
+        tmp_path_factory.mktemp("tiny"), vocab_size=256, max_position_embeddings=2048
     )
-    path = tmp_path_factory.mktemp("tiny")
-    LlamaForCausalLM(config).save_pretrained(path)
     return ModelRunner(ServerArgs(dtype="float32", device="cpu"), str(path))
 
 

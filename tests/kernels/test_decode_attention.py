@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_pages import Pages, relative_error
+from random_trees import draw_readers
 
 from minima_kernels import KVGeometry, RouteCounters, Segment, plan_decode, run_decode
 from minima_kernels.attention.reference import cached_tokens
@@ -132,19 +133,10 @@ def test_random_trees(data: st.DataObject) -> None:
     page_size = data.draw(st.sampled_from([1, 16]))
     num_rows = data.draw(st.integers(1, 12))
     pages = Pages(KVGeometry(1, 1, 64, page_size), ["fp8", "tq3", "f16"], seed=num_rows)
-    segments: list[Segment] = []
-
-    def grow(rows: list[int], depth: int) -> None:
-        if not rows or depth > 3:
-            return
-        for _ in range(data.draw(st.integers(0, 2))):
-            num_pages = data.draw(st.integers(1, 5))
-            segments.append(pages.segment(data.draw(st.integers(0, 2)), num_pages, rows))
-        cut = data.draw(st.integers(0, len(rows)))
-        grow(rows[:cut], depth + 1)
-        grow(rows[cut:], depth + 1)
-
-    grow(data.draw(st.permutations(range(num_rows))), 0)
+    segments = [
+        pages.segment(data.draw(st.integers(0, 2)), data.draw(st.integers(1, 5)), readers)
+        for readers in draw_readers(data, range(num_rows))
+    ]
     for row in range(num_rows):
         if data.draw(st.booleans()):
             length = data.draw(st.integers(1, page_size))

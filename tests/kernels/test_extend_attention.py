@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_pages import Pages, relative_error
+from random_trees import draw_readers
 
 from minima_kernels import KVGeometry, RouteCounters, Segment, plan_extend, run_extend
 
@@ -81,19 +82,10 @@ def test_random_trees(data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(0, 40), min_size=1, max_size=5))
     requests = list(range(len(lengths)))
     pages = Pages(KVGeometry(1, 1, 64, page_size), ["fp8", "tq3", "f16"], seed=len(lengths))
-    segments: list[Segment] = []
-
-    def grow(readers: list[int], depth: int) -> None:
-        if not readers or depth > 3:
-            return
-        for _ in range(data.draw(st.integers(0, 2))):
-            num_pages = data.draw(st.integers(1, 5))
-            segments.append(pages.segment(data.draw(st.integers(0, 2)), num_pages, readers))
-        cut = data.draw(st.integers(0, len(readers)))
-        grow(readers[:cut], depth + 1)
-        grow(readers[cut:], depth + 1)
-
-    grow(data.draw(st.permutations(requests)), 0)
+    segments = [
+        pages.segment(data.draw(st.integers(0, 2)), data.draw(st.integers(1, 5)), readers)
+        for readers in draw_readers(data, requests)
+    ]
     for request in requests:
         if data.draw(st.booleans()):
             length = data.draw(st.integers(1, page_size))

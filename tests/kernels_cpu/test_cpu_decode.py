@@ -9,6 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kernel_pages import Pages, relative_error
+from random_trees import draw_readers
 
 from minima_kernels import KVGeometry, RouteCounters, Segment, plan_decode, run_decode
 from minima_kernels.cpu.route import torch_only
@@ -151,20 +152,11 @@ def test_random_trees(data: st.DataObject) -> None:
     num_rows = data.draw(st.integers(1, 12))
     pages = Pages(KVGeometry(1, 1, 64, page_size), ["fp8", "tq3", "tq(6,3)"], seed=num_rows)
     segments: list[Segment] = []
-
-    def grow(rows: list[int], depth: int) -> None:
-        if not rows or depth > 3:
-            return
-        for _ in range(data.draw(st.integers(0, 2))):
-            kind, num_pages = data.draw(st.integers(0, 2)), data.draw(st.integers(1, 9))
-            segment = pages.segment(kind, num_pages, rows)
-            order = data.draw(st.permutations(list(segment.addresses)))
-            segments.append(Segment(order, segment.kind_index, segment.last_page_len, rows))
-        cut = data.draw(st.integers(0, len(rows)))
-        grow(rows[:cut], depth + 1)
-        grow(rows[cut:], depth + 1)
-
-    grow(data.draw(st.permutations(range(num_rows))), 0)
+    for readers in draw_readers(data, range(num_rows)):
+        kind, num_pages = data.draw(st.integers(0, 2)), data.draw(st.integers(1, 9))
+        segment = pages.segment(kind, num_pages, readers)
+        order = data.draw(st.permutations(list(segment.addresses)))
+        segments.append(Segment(order, segment.kind_index, segment.last_page_len, readers))
     for row in range(num_rows):
         if data.draw(st.booleans()):
             length = data.draw(st.integers(1, page_size))

@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType as Kind
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models_support import WIDE, DenseAttention, make_reference, run_batch, save_reference
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny_llama import write_tiny_llama
 
 from minima_kernels.cpu.library import native_library
 from minima_kernels.cpu.linear import BLOCK, BlockKind, BlockMatrix, pack
@@ -224,20 +224,13 @@ def test_grouped_rounding_errs_by_half_a_level(groups: list[list[float]]) -> Non
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(3)
-    config = LlamaConfig(
+    return write_tiny_llama(
+        tmp_path_factory.mktemp("model"),
+        seed=3,
         vocab_size=128,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         tie_word_embeddings=True,
         initializer_range=0.1,
     )
-    path = tmp_path_factory.mktemp("model")
-    LlamaForCausalLM(config).save_pretrained(path)
-    return path
 
 
 @pytest.mark.parametrize("choice", CHOICES)

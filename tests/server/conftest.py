@@ -26,9 +26,7 @@ def fake(model_dir: Path) -> Iterator[RunningServer]:
     # Nobody reads the log while the tests run: lines of refused requests would fill the pipe.
     server = start_server(program, "--served-model-name", "fake-model", "--log-level", "warning")
     yield server
-    server.process.send_signal(signal.SIGINT)
-    output = server.process.communicate(timeout=30)[0]
-    assert server.process.returncode == 0, output
+    server.end(signal.SIGINT)
 
 
 @pytest.fixture(scope="session")
@@ -38,9 +36,7 @@ def scripted(model_dir: Path) -> Iterator[RunningServer]:
     flags = ("--context-length", "8192", "--reasoning-parser", "qwen3", "--api-key", "sesame")
     server = start_server(program, *flags, "--log-level", "warning")
     yield server
-    server.process.send_signal(signal.SIGINT)
-    output = server.process.communicate(timeout=30)[0]
-    assert server.process.returncode == 0, output
+    server.end(signal.SIGINT)
 
 
 @pytest.fixture(scope="session")
@@ -54,9 +50,7 @@ def server() -> Iterator[RunningServer]:
     flags = ("--kv-cache-memory", "256m", "--log-level", "warning")
     server = start_server(["-m", "sglang_minima.launch_server"], *flags)
     yield server
-    server.process.send_signal(signal.SIGTERM)
-    output = server.process.communicate(timeout=30)[0]
-    assert server.process.returncode == 0, output
+    server.end(signal.SIGTERM)
 
 
 @pytest.fixture(scope="session")
@@ -72,8 +66,6 @@ def tiny(tiny_dir: Path) -> Iterator[RunningServer]:
     """The real server on the tiny model."""
     server = start_tiny(tiny_dir)
     yield server
-    server.process.send_signal(signal.SIGTERM)
-    output = server.process.communicate(timeout=30)[0]
-    assert server.process.returncode == 0, output
+    output = server.end(signal.SIGTERM)
     assert "Traceback" not in output, output
     assert "ERROR" not in output, output

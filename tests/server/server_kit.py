@@ -40,6 +40,13 @@ class RunningServer:
     def get(self, path: str, **kwargs: object) -> requests.Response:
         return requests.get(self.url + path, timeout=60, **kwargs)  # type: ignore[arg-type]
 
+    def end(self, signal_number: int) -> str:
+        """Sends a signal, upon which the server must end well; returns what it has printed."""
+        self.process.send_signal(signal_number)
+        output = self.process.communicate(timeout=30)[0]
+        assert self.process.returncode == 0, output
+        return output
+
     def generate(self, body: object, **kwargs: object) -> requests.Response:
         return self.post("/generate", body, **kwargs)
 

@@ -117,6 +117,16 @@ class CallReader:
                 return False
         return True
 
+    def _skip(self, plain: re.Pattern[str], text: str, position: int) -> int:
+        """Where, from `position` on, the first character stands that is not `plain`, the one behind
+        a backslash passed over."""
+        if self._escaped:
+            self._escaped = False
+            position += 1
+        match = plain.match(text, position)
+        assert match is not None
+        return match.end()
+
     def _begin_string(self, key: str) -> None:
         self._state = _State.STRING
         self._key = key
@@ -125,13 +135,7 @@ class CallReader:
     def _read_string(self, text: str, position: int) -> int:
         start = position
         while position < len(text):
-            if self._escaped:
-                self._escaped = False
-                position += 1
-                continue
-            match = _IN_STRING.match(text, position)
-            assert match is not None
-            position = match.end()
+            position = self._skip(_IN_STRING, text, position)
             if position == len(text):
                 break
             if text[position] == '"':
@@ -183,13 +187,7 @@ class CallReader:
     def _read_arguments(self, text: str, position: int) -> int:
         start = position
         while position < len(text):
-            if self._escaped:
-                self._escaped = False
-                position += 1
-                continue
-            match = (_IN_STRING if self._quoted else _IN_VALUE).match(text, position)
-            assert match is not None
-            position = match.end()
+            position = self._skip(_IN_STRING if self._quoted else _IN_VALUE, text, position)
             if position == len(text):
                 break
             char = text[position]
