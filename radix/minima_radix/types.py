@@ -1,4 +1,4 @@
-"""Words shared by the modules of the package: namespaces, references, results, errors."""
+"""Words shared by the modules of the package: namespaces, reference kinds, errors."""
 
 from __future__ import annotations
 

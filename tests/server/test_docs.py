@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -124,6 +125,15 @@ def test_every_page_is_reached_from_the_readme() -> None:
         waiting += [target for target in found if target.suffix == ".md" and target.is_file()]
         waiting += [target / "README.md" for target in found if (target / "README.md").is_file()]
     assert set(PAGES) <= reached
+
+
+def test_files_on_the_reading_page_exist() -> None:
+    text = (ROOT / "docs/reading-the-code.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([\w/]+\.(?:py|cu|cpp|inl))`", text))
+    folders = ("radix", "kernels", "python", "tests")
+    files = [path.as_posix() for folder in folders for path in (ROOT / folder).rglob("*.*")]
+    assert len(named) > 20
+    assert not {name for name in named if not any(path.endswith("/" + name) for path in files)}
 
 
 def test_the_page_of_flags_is_current() -> None:

@@ -1,4 +1,4 @@
-"""Decode attention in torch, page-parallel: the route of a GPU, and of what no kernel takes.
+"""Decode attention in torch, page-parallel: the route of whatever no kernel takes.
 
 Segments are cut into *chunks* of consecutive pages with the same readers; chunks of the same kind,
 readers count and size make a *group*, so that a group is a few batched operations. A run expands
