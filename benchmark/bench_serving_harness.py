@@ -29,7 +29,7 @@ def prepare() -> None:
     """
     found = importlib.util.find_spec("sglang")
     if found is None or found.origin is None:
-        raise ModuleNotFoundError("sglang is not installed; see FRONTEND in the Makefile")
+        raise ModuleNotFoundError("sglang is not installed; `make frontend` installs it")
     if importlib.util.find_spec("datasets") is None:
         datasets = types.ModuleType("datasets")
         datasets.load_dataset = _refuse  # type: ignore[attr-defined]
