@@ -36,9 +36,7 @@ from common import Claim, Record, format_claims, format_table
 
 from minima_radix import Namespace
 from sglang_minima.cache.accounting import report
-from sglang_minima.cache.arena import KVArena
 from sglang_minima.cache.prefix_cache import PrefixCache
-from sglang_minima.cache.profile import build_profile
 from sglang_minima.messages import GenerateRequest
 from sglang_minima.models.resolve import resolve_model_path
 from sglang_minima.runner.batch import DecodeRows, Work, build_batch
@@ -82,9 +80,7 @@ class Variant:
     runner: ModelRunner
 
     def __post_init__(self) -> None:
-        geometry = self.runner.geometry(self.args.page_size)
-        profile = build_profile(self.args, geometry, self.runner.dtype)
-        self.arena = KVArena.allocate(self.args, geometry, profile, self.runner.device)
+        self.arena = self.runner.allocate(self.args)
         self.cache = PrefixCache(self.args, self.arena)
         self.scheduler = Scheduler(
             self.args, self.runner, self.cache, None, frozenset(), lambda outputs: None

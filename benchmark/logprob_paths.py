@@ -25,9 +25,7 @@ import numpy as np
 from cold_warm import load_texts
 from common import Claim, Record, format_claims, format_table
 
-from sglang_minima.cache.arena import KVArena
 from sglang_minima.cache.prefix_cache import PrefixCache
-from sglang_minima.cache.profile import build_profile
 from sglang_minima.messages import GenerateRequest, LogProbs, TokenOutput
 from sglang_minima.models.resolve import resolve_model_path
 from sglang_minima.runner.model_runner import ModelRunner
@@ -48,11 +46,8 @@ class Scorer:
     """An engine of one profile, on a model that all share."""
 
     def __init__(self, args: ServerArgs, runner: ModelRunner) -> None:
-        profile = build_profile(args, runner.geometry(args.page_size), runner.dtype)
         self._runner = runner
-        self._arena = KVArena.allocate(
-            args, runner.geometry(args.page_size), profile, runner.device
-        )
+        self._arena = runner.allocate(args)
         self._cache = PrefixCache(args, self._arena)
         self._outputs: list[TokenOutput] = []
         self._scheduler = Scheduler(

@@ -29,9 +29,7 @@ import torch
 from common import Claim, Record, format_claims, format_table
 
 from minima_kernels.attention.segments import SegmentTable, offsets, ranges
-from sglang_minima.cache.arena import KVArena
 from sglang_minima.cache.prefix_cache import PrefixCache
-from sglang_minima.cache.profile import build_profile
 from sglang_minima.messages import GenerateRequest, TokenOutput
 from sglang_minima.models.resolve import resolve_model_path
 from sglang_minima.runner import batch
@@ -87,9 +85,7 @@ class Search:
             max_running_requests=shape.leaves,
             kv_cache_memory=2 << 30,
         )
-        geometry = runner.geometry(self._args.page_size)
-        profile = build_profile(self._args, geometry, runner.dtype)
-        arena = KVArena.allocate(self._args, geometry, profile, runner.device)
+        arena = runner.allocate(self._args)
         runner.attach(arena)
         self.cache = PrefixCache(self._args, arena)
         self.scheduler = Scheduler(self._args, runner, self.cache, None, frozenset(), self._take)

@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from minima_radix import check
-from sglang_minima.cache.arena import KVArena
 from sglang_minima.cache.prefix_cache import PrefixCache
-from sglang_minima.cache.profile import build_profile
 from sglang_minima.messages import GenerateRequest, TokenOutput
 from sglang_minima.runner.model_runner import ModelRunner
 from sglang_minima.sampling_params import SamplingParams
@@ -29,9 +27,7 @@ class EngineKit:
     _count: int = 0
 
     def __post_init__(self) -> None:
-        geometry = self.runner.geometry(self.args.page_size)
-        profile = build_profile(self.args, geometry, self.runner.dtype)
-        arena = KVArena.allocate(self.args, geometry, profile, self.runner.device)
+        arena = self.runner.allocate(self.args)
         # Whatever is read without having been written must show.
         arena.buffer.fill_(0xFF)
         self.runner.attach(arena)

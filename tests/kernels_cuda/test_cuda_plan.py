@@ -206,6 +206,17 @@ def test_lists_give_dense_attention(group_size: int, blocks: tuple[int, int, int
     assert torch.allclose(sums[:10], torch.ones(10, 2 * group_size, dtype=torch.float64))
 
 
+def draw_segments(runs: list[tuple[int, int]], num_rows: int, seed: int) -> list[Segment]:
+    """Runs of (pages, readers), one behind the other; the readers are drawn."""
+    generator = np.random.default_rng(seed)
+    segments, page = [], 0
+    for pages, readers in runs:
+        chosen = np.sort(generator.choice(num_rows, readers, replace=False))
+        segments.append(Segment(np.arange(page, page + pages), 0, 64, chosen))
+        page += pages
+    return segments
+
+
 @settings(max_examples=100)
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.integers(1, 5)), min_size=1, max_size=12),
@@ -217,17 +228,12 @@ def test_lists_give_dense_attention(group_size: int, blocks: tuple[int, int, int
 def test_every_page_is_read_once_by_every_reader(
     runs: list[tuple[int, int]], group_size: int, num_blocks: int, least_pages: int, seed: int
 ) -> None:
-    generator = np.random.default_rng(seed)
-    segments, page = [], 0
-    for pages, readers in runs:
-        chosen = np.sort(generator.choice(8, readers, replace=False))
-        segments.append(Segment(np.arange(page, page + pages), 0, 64, chosen))
-        page += pages
+    segments = draw_segments(runs, 8, seed)
     kinds = Pages(GEOMETRY, ["bf16"]).kinds
     table = check_segments(segments, 8, kinds, GEOMETRY)
     lists = plan(table, 8, group_size, kinds, [Grid(num_blocks, 0, least_pages)])
     items, arrays = lists.items[0], lists.arrays
-    seen = np.zeros((page, 8, 2 * group_size), dtype=np.int64)
+    seen = np.zeros((sum(pages for pages, _ in runs), 8, 2 * group_size), dtype=np.int64)
     for tile_head, first, last, _, head, *_ in items.tolist():
         for column in arrays["prepare"][tile_head // 2]:
             if column >= 0:
@@ -257,18 +263,13 @@ def test_every_page_is_read_once_by_every_reader(
 def test_cohorts_read_every_page_once_at_equal_cost(
     runs: list[tuple[int, int]], group_size: int, num_blocks: int, seed: int
 ) -> None:
-    generator = np.random.default_rng(seed)
-    segments, page = [], 0
-    for pages, readers in runs:
-        chosen = np.sort(generator.choice(40, readers, replace=False))
-        segments.append(Segment(np.arange(page, page + pages), 0, 64, chosen))
-        page += pages
+    segments = draw_segments(runs, 40, seed)
     kinds = Pages(GEOMETRY, ["tq3"]).kinds
     table = check_segments(segments, 40, kinds, GEOMETRY)
     lists = plan(table, 40, group_size, kinds, [Grid(500, num_blocks)])
     assert not lists.items and lists.num_tile_slots == 0
     items, columns = lists.cohorts[0], lists.arrays["prepare"].ravel()
-    seen = np.zeros((page, 40, 2 * group_size), dtype=np.int64)
+    seen = np.zeros((sum(pages for pages, _ in runs), 40, 2 * group_size), dtype=np.int64)
     for block, first, last, _, head, packed, *_ in items.tolist():
         for which in range(packed & 255):
             refs = lists.arrays["rows"][block + which]

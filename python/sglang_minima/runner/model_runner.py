@@ -17,6 +17,7 @@ from minima_kernels.cuda.compiler import cache_folder
 from minima_kernels.cuda.route import append_reason, decode_reason, group_reason
 from minima_kernels.cuda.variants import Variant, append_variant
 from sglang_minima.cache.arena import KVArena
+from sglang_minima.cache.profile import build_profile
 from sglang_minima.models.config import ModelConfig
 from sglang_minima.models.layer_ops import layer_ops
 from sglang_minima.models.loader import load_model
@@ -156,6 +157,12 @@ class ModelRunner:
         """KV geometry of this model."""
         config: ModelConfig = self.config
         return KVGeometry(config.num_layers, config.num_kv_heads, config.head_dim, page_size)
+
+    def allocate(self, args: ServerArgs) -> KVArena:
+        """An arena for this model's KV as the settings want it; not attached."""
+        geometry = self.geometry(args.page_size)
+        profile = build_profile(args, geometry, self.dtype)
+        return KVArena.allocate(args, geometry, profile, self.device)
 
     def attach(self, arena: KVArena) -> None:
         """Sets the arena that holds this model's KV; the graphs of another one are dropped."""

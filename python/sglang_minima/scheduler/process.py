@@ -17,7 +17,7 @@ from minima_kernels.routes import ROUTES
 from minima_radix import Namespace, check
 from sglang_minima import __version__
 from sglang_minima.cache.accounting import report
-from sglang_minima.cache.arena import KVArena, arena_bytes, check_memory
+from sglang_minima.cache.arena import arena_bytes, check_memory
 from sglang_minima.cache.prefix_cache import PrefixCache
 from sglang_minima.cache.profile import build_profile
 from sglang_minima.cache.survey import Surveys, describe_match
@@ -62,9 +62,7 @@ class SchedulerProcess:
         check_settings(args, model_dir)
         self.runner = ModelRunner(args, str(model_dir))
         self._load_seconds = time.perf_counter() - began
-        geometry = self.runner.geometry(args.page_size)
-        profile = build_profile(args, geometry, self.runner.dtype)
-        self.arena = KVArena.allocate(args, geometry, profile, self.runner.device)
+        self.arena = self.runner.allocate(args)
         self.runner.attach(self.arena)
         if not args.disable_cuda_graph:
             self.runner.capture_graphs(args.max_running_requests)
