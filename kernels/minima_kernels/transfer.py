@@ -200,8 +200,8 @@ def copy_tokens(
     """
     if not 0 <= num_tokens <= geometry.page_size:
         raise ValueError(f"{num_tokens} tokens are not 0 to {geometry.page_size}")
-    source = torch.tensor([source_address], dtype=torch.int64, device=arena.device)
-    destination = torch.tensor([destination_address], dtype=torch.int64, device=arena.device)
+    source = upload([source_address], torch.int64, arena.device)
+    destination = upload([destination_address], torch.int64, arena.device)
     slots = torch.arange(num_tokens, device=arena.device)
     for run in _layer_runs(source_kind, destination_kind):
         if not isinstance(run.destination, AppendableFormat):
@@ -228,7 +228,7 @@ def read_page(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of one layer of one page: rotated, float32 ``[page_size, H, D]`` each."""
     format_ = kind.formats[layer]
-    addresses = torch.tensor([address], dtype=torch.int64, device=arena.device)
+    addresses = upload([address], torch.int64, arena.device)
     offset = kind.layer_offset(layer, geometry)
     data = read_shares(arena, addresses, format_, offset, geometry)
     k, v = format_.decode(data, geometry)

@@ -33,6 +33,7 @@ from minima_kernels.kinds import PageKind
 from minima_kernels.rotation import Rotation
 from minima_kernels.routes import ROUTES, RouteCounters
 from minima_kernels.shares import read_shares
+from minima_kernels.upload import upload
 
 # Tokens of a tile. Fixed: bounds that moved with the batch would change results by rounding.
 _TILE_KEYS = 512
@@ -145,7 +146,7 @@ def _cached_runs(
             rows: torch.Tensor | slice = slice(None)
             if not np.array_equal(readers, np.arange(num_requests)):
                 spans = [np.arange(q_indptr[i], q_indptr[i + 1]) for i in readers]
-                rows = torch.from_numpy(np.concatenate(spans)).to(device)
+                rows = upload(np.concatenate(spans), torch.int64, device)
             runs.append(CachedRun(tuple(tiles), rows))
             tiles.clear()
 
@@ -182,7 +183,7 @@ def _cut(
     segment: CheckedSegment,
     first_page: int,
     page_size: int,
-    device: torch.device | str,
+    device: torch.device,
     tile_keys: int,
 ) -> list[CachedTile]:
     """Tiles of a segment, cut where the request's page count is a multiple of a tile's pages."""
@@ -195,7 +196,7 @@ def _cut(
         num_tokens = (stop - start) * page_size
         if stop == num_pages:
             num_tokens += segment.last_page_len - page_size
-        addresses = torch.from_numpy(segment.addresses[start:stop].copy()).to(device)
+        addresses = upload(segment.addresses[start:stop].copy(), torch.int64, device)
         tiles.append(CachedTile(segment.kind_index, addresses, num_tokens))
     return tiles
 

@@ -22,6 +22,7 @@ from minima_kernels.attention.tile import Partial, attend, clear_tail
 from minima_kernels.geometry import KVGeometry
 from minima_kernels.kinds import PageKind
 from minima_kernels.shares import read_shares
+from minima_kernels.upload import upload
 
 # With few readers the partials of a page are small and every page may be a chunk of its own; with
 # many they would outweigh the page unless several pages share one.
@@ -74,9 +75,9 @@ def group_chunks(table: SegmentTable, geometry: KVGeometry, device: torch.device
         is_full = bool((chunks.lengths == key.num_pages * geometry.page_size).all())
         group = ChunkGroup(
             key.kind_index,
-            torch.from_numpy(chunks.addresses).to(device),
-            torch.from_numpy(chunks.rows).to(device),
-            None if is_full else torch.from_numpy(chunks.lengths).to(device),
+            upload(chunks.addresses, torch.int64, device),
+            upload(chunks.rows, torch.int64, device),
+            None if is_full else upload(chunks.lengths, torch.int64, device),
             num_partials,
             num_entries,
         )
@@ -88,8 +89,8 @@ def group_chunks(table: SegmentTable, geometry: KVGeometry, device: torch.device
         entry_places.append((chunks.first_entries[:, None] + within).ravel())
     return ChunkGroups(
         tuple(groups),
-        torch.from_numpy(concatenate(partial_rows)).to(device),
-        torch.from_numpy(concatenate(entry_places)).to(device),
+        upload(concatenate(partial_rows), torch.int64, device),
+        upload(concatenate(entry_places), torch.int64, device),
     )
 
 

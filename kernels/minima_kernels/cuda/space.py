@@ -11,6 +11,7 @@ from minima_kernels.cuda.cohort_plan import ROWS
 from minima_kernels.cuda.driver import Launch
 from minima_kernels.cuda.plan import COLUMNS, Int32Array, IntArray, head_blocks, pack_arrays
 from minima_kernels.geometry import KVGeometry
+from minima_kernels.upload import upload
 
 # Per row of a batch, on average: tiles of query columns, and segments that a tile reads.
 _TILES_PER_ROW = 4
@@ -156,7 +157,7 @@ class DecodeSpace:
 
     def _load_once(self, arrays: Mapping[str, IntArray]) -> dict[str, torch.Tensor]:
         packed = pack_arrays(arrays)
-        self._ints = ints = torch.from_numpy(packed.data).to(self.device)
+        self._ints = ints = upload(packed.data, torch.int32, self.device)
         return {name: ints[start:] for name, start in packed.starts.items()}
 
     def _place(self, name: str) -> None:

@@ -18,6 +18,7 @@ from minima_kernels.attention import (
 )
 from minima_kernels.attention.segments import offsets
 from minima_kernels.cuda.space import DecodeSpace
+from minima_kernels.upload import upload
 from minima_radix import RequestTable
 from sglang_minima.cache.prefix_cache import PrefixCache
 from sglang_minima.runner.inputs import FixedInputs
@@ -153,7 +154,7 @@ def build_batch(
     if bucket is not None and memory is not None:
         inputs = memory.inputs.load(values)
     else:
-        inputs = torch.from_numpy(values).to(device)
+        inputs = upload(values, torch.int64, device)
     if isinstance(decodes.token_ids, torch.Tensor):
         # A row for which nothing could be sampled runs for nothing, but it must run.
         torch.clamp(decodes.token_ids, min=0, out=inputs[0, extend_rows:num_rows])

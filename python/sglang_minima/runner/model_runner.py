@@ -16,6 +16,7 @@ from minima_kernels.cuda.build import compile_all, expansions, variants
 from minima_kernels.cuda.compiler import cache_folder
 from minima_kernels.cuda.route import append_reason, decode_reason, group_reason
 from minima_kernels.cuda.variants import Variant, append_variant
+from minima_kernels.upload import upload
 from sglang_minima.cache.arena import KVArena
 from sglang_minima.cache.profile import build_profile
 from sglang_minima.models.config import ModelConfig
@@ -110,7 +111,7 @@ class ForwardOutput:
             return self._logits if is_all else self._logits[list(rows)]
         if is_all:
             return self._logits_of(self.hidden)
-        index = torch.tensor(rows, device=self.hidden.device)
+        index = upload(rows, torch.int64, self.hidden.device)
         return self._logits_of(self.hidden.index_select(0, index))
 
 

@@ -208,7 +208,7 @@ def log_probs_of(
         One entry a row.
     """
     logp = torch.log_softmax(logits, dim=-1)
-    ids = torch.tensor([t or 0 for t in targets], device=logits.device).unsqueeze(-1)
+    ids = upload([t or 0 for t in targets], torch.int64, logits.device).unsqueeze(-1)
     picked = logp.gather(-1, ids).squeeze(-1).tolist()
     tokens: list[tuple[float | None, int]] = [
         (value, int(target or 0)) for value, target in zip(picked, targets, strict=True)
@@ -222,7 +222,7 @@ def log_probs_of(
         ]
     chosens: list[list[LogProb] | None] | None = None
     if chosen:
-        wanted = torch.tensor(chosen, device=logits.device)
+        wanted = upload(chosen, torch.int64, logits.device)
         chosens = [
             list(zip(v, chosen, strict=True)) for v in logp.index_select(-1, wanted).tolist()
         ]
