@@ -78,7 +78,8 @@ def test_no_fallbacks_and_no_dense_copy(runner: ModelRunner) -> None:
     layers = runner.config.num_layers
     routes = {(route.operation, route.route) for route in used}
     assert routes <= {
-        ("decode", "cuda"), ("append", "cuda"), ("extend", "flash"), ("retier", "cuda"),
+        ("decode", "cuda"), ("append", "cuda"), ("extend", "stacked"),
+        ("extend", "flash"), ("retier", "cuda"),
         ("expand", "cuda"), ("graph", "replay"), ("graph", "eager"), ("norm", "flashinfer"),
         ("norm", "torch"),
         ("prefill", "flashinfer"), ("prefill", "flash"),

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from kernel_pages import Pages, relative_error
 
-from minima_kernels import KVGeometry, Rotation, Segment, plan_extend
-from minima_kernels.cuda import extend
-from minima_kernels.cuda.extend import flash_reason, run_flash_extend
+from minima_kernels import ExtendPlan, KVGeometry, Rotation, Segment, plan_extend
+from minima_kernels.cuda import extend, stacked
+from minima_kernels.cuda.extend import flash_reason, run_cuda_extend
 from minima_kernels.routes import Route, RouteCounters
 
 GEOMETRY = KVGeometry(1, 2, 64, 64)
@@ -28,6 +30,25 @@ def batch(shared: bool) -> tuple[Pages, list[Segment]]:
     return pages, [pages.segment(0, 5, [0]), pages.segment(1, 2, [0], 30)]
 
 
+def check(plan: ExtendPlan, pages: Pages, segments: Sequence[Segment]) -> set[Route]:
+    """Outputs and log-sum-exps of random rows; returns the routes taken."""
+    rotation = Rotation(64)
+    num_rows = plan.q_indptr[-1]
+    q, k, v = (pages.random(num_rows, heads, 64) for heads in (6, 2, 2))
+    routes = RouteCounters()
+    result = run_cuda_extend(plan, q, k, v, pages.arena, 0, 0.125, rotation, routes)
+    # The reference works in the rotated basis, in which the pages are.
+    expected = []
+    for request, (start, stop) in enumerate(pairwise(plan.q_indptr)):
+        rows = slice(start, stop)
+        new = rotation.forward(k[rows]), rotation.forward(v[rows])
+        out, lse = pages.reference(segments, request, rotation.forward(q[rows]), 0, 0.125, new)
+        assert torch.allclose(result.lse[rows].double(), lse, atol=1e-4)
+        expected.append(out @ rotation.matrix.double().T)
+    assert relative_error(result.out, torch.cat(expected)) < 1e-4
+    return set(routes.snapshot())
+
+
 @pytest.mark.parametrize("tile_keys", [128, 8192])
 @pytest.mark.parametrize(
     ("q_indptr", "shared"), [([0, 7], False), ([0, 3, 4, 20], True), ([0, 4, 8, 12], True)]
@@ -35,24 +56,83 @@ def batch(shared: bool) -> tuple[Pages, list[Segment]]:
 def test_equals_dense_attention(
     q_indptr: Sequence[int], shared: bool, tile_keys: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("minima_kernels.attention.extend.TILE_KEYS", tile_keys)
+    monkeypatch.setattr("minima_kernels.cuda.extend.TILE_KEYS", tile_keys)
     pages, segments = batch(shared)
     plan = plan_extend(segments, q_indptr, pages.kinds, GEOMETRY, "cpu")
-    rotation = Rotation(64)
-    num_rows = q_indptr[-1]
-    q, k, v = (pages.random(num_rows, heads, 64) for heads in (6, 2, 2))
-    routes = RouteCounters()
-    result = run_flash_extend(plan, q, k, v, pages.arena, 0, 0.125, rotation, routes)
-    assert routes.snapshot() == {Route("prefill", "flash", "dtype float32"): 1}
-    # The reference works in the rotated basis, in which the pages are.
-    expected = []
-    for request, (start, stop) in enumerate(pairwise(q_indptr)):
-        rows = slice(start, stop)
-        new = rotation.forward(k[rows]), rotation.forward(v[rows])
-        out, lse = pages.reference(segments, request, rotation.forward(q[rows]), 0, 0.125, new)
-        assert torch.allclose(result.lse[rows].double(), lse, atol=1e-4)
-        expected.append(out @ rotation.matrix.double().T)
-    assert relative_error(result.out, torch.cat(expected)) < 1e-4
+    assert check(plan, pages, segments) == {
+        Route("prefill", "flash", "dtype float32"), Route("extend", "flash", "")
+    }  # fmt: skip
+
+
+@pytest.fixture
+def stacked_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests of up to eight new tokens go through decode, here that of the CPU."""
+    monkeypatch.setattr(stacked, "stacked_reason", lambda plan, group_size: None)
+    monkeypatch.setattr(stacked, "MOST_ROWS", 8)
+
+
+@pytest.mark.usefixtures("stacked_rows")
+@pytest.mark.parametrize(
+    ("q_indptr", "others"),
+    [
+        ([0, 3, 4, 20], [2]),
+        ([0, 4, 12, 15], []),
+        ([0, 0, 9, 9], [1]),
+        ([0, 8, 8, 9], []),
+        ([0, 9, 18, 27], [0, 1, 2]),
+    ],
+)
+def test_few_new_tokens_go_through_decode(q_indptr: Sequence[int], others: Sequence[int]) -> None:
+    pages, segments = batch(True)
+    plan = plan_extend(segments, q_indptr, pages.kinds, GEOMETRY, "cpu")
+    work = plan.cuda(6)
+    counts = np.diff(q_indptr)
+    rows = sum(int(n) for i, n in enumerate(counts) if i not in others)
+    assert (work.stacked is None) == (rows == 0)
+    if work.stacked is not None:
+        assert work.stacked.plan.num_rows == rows
+        assert isinstance(work.stacked.rows, slice) == (rows == q_indptr[-1])
+    expected = {Route("extend", "stacked", "")} if rows else set()
+    expected |= {Route("extend", "flash", "")} if others else set()
+    assert check(plan, pages, segments) - {Route("prefill", "flash", "dtype float32")} == expected
+
+
+@pytest.mark.usefixtures("stacked_rows")
+def test_who_is_read_by_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without cached pages there is nothing to read; pages that every tile would read again count
+    by what they cost."""
+    pages = Pages(GEOMETRY, ["tq3", "bf16"])
+    segments = [pages.segment(0, 9, [0, 2]), pages.segment(1, 3, [2]), pages.segment(1, 2, [3])]
+    plan = partial(plan_extend, segments, [0, 5, 8, 13, 15], pages.kinds, GEOMETRY, "cpu")
+    # Five rows of three heads are three tiles: 3 pages x 3 tiles x 2 KV heads; 2 x 1 x 2.
+    for limit, expected in ((18, [0, 2, 3]), (17, [0, 3]), (3, [0])):
+        monkeypatch.setattr(stacked, "MOST_TILE_READS", limit)
+        work = plan().cuda(6)
+        assert work.stacked is not None
+        taken = sum([5, 3, 5, 2][request] for request in expected)
+        assert work.stacked.plan.num_rows == taken
+        readers = {int(i) for run in work.runs for i in _requests(plan(), run.rows)}
+        assert readers == {0, 2, 3} - set(expected)
+
+
+def _requests(plan: ExtendPlan, rows: torch.Tensor | slice) -> set[int]:
+    indices = torch.arange(plan.q_indptr[-1])[rows]
+    return set((np.searchsorted(plan.q_indptr, indices.numpy(), side="right") - 1).tolist())
+
+
+@pytest.mark.usefixtures("stacked_rows")
+def test_bits_do_not_depend_on_how_the_tree_cuts() -> None:
+    pages = Pages(GEOMETRY, ["tq3", "fp8"])
+    whole = [pages.segment(0, 6, [0]), pages.segment(1, 1, [0], 9)]
+    addresses = np.asarray(whole[0].addresses)
+    parts = [Segment(part, 0, 64, [0]) for part in np.split(addresses, [1, 4])]
+    plans = [
+        plan_extend(segments, [0, 5], pages.kinds, GEOMETRY, "cpu").cuda(6).stacked
+        for segments in (whole, [*parts, whole[1]])
+    ]
+    first, second = (plan.plan.segments for plan in plans if plan is not None)
+    for ours, theirs in zip(first, second, strict=True):
+        assert np.array_equal(ours, theirs)
 
 
 def test_reasons() -> None:

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,37 +20,22 @@ from minima_kernels.attention.plan import (
     CheckedSegment,
     Int64Array,
 )
+from minima_kernels.attention.runs import CachedRun, cached_runs
 from minima_kernels.attention.segments import Segments, check_segments
 from minima_kernels.attention.tile import Partial, attend, clear_tail
 from minima_kernels.cpu.extend import NativeExtend, flatten_extend, run_native_extend
 from minima_kernels.cpu.route import fallback_reason, reason_now
-from minima_kernels.cuda.extend import TILE_KEYS, flash_reason, run_flash_extend
+from minima_kernels.cuda.extend import CudaExtend, flash_reason, plan_cuda_extend, run_cuda_extend
 from minima_kernels.formats import Tile
 from minima_kernels.geometry import KVGeometry
 from minima_kernels.kinds import PageKind
 from minima_kernels.rotation import Rotation
 from minima_kernels.routes import ROUTES, RouteCounters
 from minima_kernels.shares import read_shares
-from minima_kernels.upload import upload
 
 # Tokens of a tile. Fixed: bounds that moved with the batch would change results by rounding.
 _TILE_KEYS = 512
 _TILE_QUERIES = 128
-
-
-class CachedTile(NamedTuple):
-    """Consecutive pages of one kind."""
-
-    kind_index: int
-    addresses: torch.Tensor  # int64 [C]
-    num_tokens: int  # the last page may be open
-
-
-class CachedRun(NamedTuple):
-    """Tiles that the same query rows read, in order of position."""
-
-    tiles: tuple[CachedTile, ...]
-    rows: torch.Tensor | slice  # int64 [n], or all rows
 
 
 @dataclass(frozen=True)
@@ -83,12 +66,18 @@ class ExtendPlan:
     @cached_property
     def runs(self) -> tuple[CachedRun, ...]:
         """Work list of the torch route."""
-        return _cached_runs(self.segments, self.q_indptr, self.geometry, self.device, _TILE_KEYS)
+        return cached_runs(self.segments, self.q_indptr, self.geometry, self.device, _TILE_KEYS)
 
     @cached_property
-    def flash_runs(self) -> tuple[CachedRun, ...]:
-        """Work list of the flash attention route."""
-        return _cached_runs(self.segments, self.q_indptr, self.geometry, self.device, TILE_KEYS)
+    def _cuda(self) -> dict[int, CudaExtend]:
+        return {}
+
+    def cuda(self, num_heads: int) -> CudaExtend:
+        """Work of a GPU for a number of query heads."""
+        found = self._cuda.get(num_heads)
+        if found is None:
+            found = self._cuda[num_heads] = plan_cuda_extend(self, num_heads)
+        return found
 
 
 def plan_extend(
@@ -116,89 +105,19 @@ def plan_extend(
     indptr = np.asarray(q_indptr, dtype=np.int64)
     if indptr.ndim != 1 or len(indptr) < 1 or indptr[0] != 0 or (np.diff(indptr) < 0).any():
         raise ValueError("q_indptr must ascend from 0")
-    table = check_segments(segments, len(indptr) - 1, kinds, geometry)
+    checked = tuple(check_segments(segments, len(indptr) - 1, kinds, geometry).rows())
+    has_new = np.diff(indptr) > 0
+    if not has_new.all():
+        reading = (s._replace(readers=s.readers[has_new[s.readers]]) for s in checked)
+        checked = tuple(segment for segment in reading if len(segment.readers))
     return ExtendPlan(
         tuple(indptr.tolist()),
         tuple(kinds),
         geometry,
-        tuple(table.rows()),
+        checked,
         torch.device(device),
         scratch_bytes,
     )
-
-
-def _cached_runs(
-    segments: Sequence[CheckedSegment],
-    q_indptr: Sequence[int],
-    geometry: KVGeometry,
-    device: torch.device,
-    tile_keys: int,
-) -> tuple[CachedRun, ...]:
-    """Tiles of the cached pages, grouped by who reads them."""
-    num_requests = len(q_indptr) - 1
-    pages_read = np.zeros(num_requests, dtype=np.int64)
-    runs: list[CachedRun] = []
-    tiles: list[CachedTile] = []
-    readers: Int64Array | None = None
-
-    def close() -> None:
-        if readers is not None and tiles:
-            rows: torch.Tensor | slice = slice(None)
-            if not np.array_equal(readers, np.arange(num_requests)):
-                spans = [np.arange(q_indptr[i], q_indptr[i + 1]) for i in readers]
-                rows = upload(np.concatenate(spans), torch.int64, device)
-            runs.append(CachedRun(tuple(tiles), rows))
-            tiles.clear()
-
-    for segment in _joined(segments, geometry):
-        if readers is None or not np.array_equal(readers, segment.readers):
-            close()
-            readers = segment.readers
-        first_page = int(pages_read[segment.readers[0]])
-        pages_read[segment.readers] += len(segment.addresses)
-        tiles.extend(_cut(segment, first_page, geometry.page_size, device, tile_keys))
-    close()
-    return tuple(runs)
-
-
-def _joined(segments: Sequence[CheckedSegment], geometry: KVGeometry) -> list[CheckedSegment]:
-    """Segments, neighbours of one kind and the same readers joined."""
-    joined: list[CheckedSegment] = []
-    for segment in segments:
-        last = joined[-1] if joined else None
-        if (
-            last is not None
-            and last.kind_index == segment.kind_index
-            and last.last_page_len == geometry.page_size
-            and np.array_equal(last.readers, segment.readers)
-        ):
-            addresses = np.concatenate((last.addresses, segment.addresses))
-            joined[-1] = segment._replace(addresses=addresses)
-        else:
-            joined.append(segment)
-    return joined
-
-
-def _cut(
-    segment: CheckedSegment,
-    first_page: int,
-    page_size: int,
-    device: torch.device,
-    tile_keys: int,
-) -> list[CachedTile]:
-    """Tiles of a segment, cut where the request's page count is a multiple of a tile's pages."""
-    pages_per_tile = max(1, tile_keys // page_size)
-    num_pages = len(segment.addresses)
-    cuts = list(range(-first_page % pages_per_tile, num_pages, pages_per_tile))
-    cuts = sorted({0, *cuts, num_pages})
-    tiles = []
-    for start, stop in pairwise(cuts):
-        num_tokens = (stop - start) * page_size
-        if stop == num_pages:
-            num_tokens += segment.last_page_len - page_size
-        addresses = upload(segment.addresses[start:stop].copy(), torch.int64, device)
-        tiles.append(CachedTile(segment.kind_index, addresses, num_tokens))
-    return tiles
 
 
 class _Running:
@@ -260,8 +179,7 @@ def run_extend(
     if plan.device.type == "cuda":
         reason = reason_now(flash_reason(q.dtype, dim))
         if reason is None:
-            routes.count("extend", "flash")
-            return run_flash_extend(plan, q, k, v, arena, layer, scale, rotation, routes)
+            return run_cuda_extend(plan, q, k, v, arena, layer, scale, rotation, routes)
     if rotation is not None:
         dtype = q.dtype
         q, k, v = (rotation.forward(x) for x in (q, k, v))

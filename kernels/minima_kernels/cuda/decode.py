@@ -291,17 +291,19 @@ class CudaDecode:
         *,
         chained: bool,
     ) -> _Attention:
+        kind = self._kinds[kind_index]
+        format_ = kind.formats[layer]
         launch = self._launch(
-            ("attend", layer, page_mass, cut.number, kind_index, is_cohort, chained),
+            ("attend", format_, page_mass, cut.number, kind_index, is_cohort, chained),
             lambda: self._make_attention(
-                layer, page_mass, cut, kind_index, is_cohort, chained=chained
+                format_, page_mass, cut, kind_index, is_cohort, chained=chained
             ),
         )
-        return _Attention(launch, self._kinds[kind_index].layer_offset(layer, self._geometry))
+        return _Attention(launch, kind.layer_offset(layer, self._geometry))
 
     def _make_attention(
         self,
-        layer: int,
+        format_: Format,
         page_mass: bool,
         cut: Cut,
         kind_index: int,
@@ -309,8 +311,7 @@ class CudaDecode:
         *,
         chained: bool,
     ) -> Launch:
-        geometry, kind = self._geometry, self._kinds[kind_index]
-        format_ = kind.formats[layer]
+        geometry = self._geometry
         name = f"{cut.number} {kind_index}"
         grid = cut.grids[kind_index].tiled
         pages = self._address["pages"]

@@ -1,23 +1,27 @@
-"""Extend attention on a GPU: cached pages as expanded tiles through flash attention.
+"""Extend attention on a GPU: few new tokens through the decode kernels, many over expanded tiles.
 
-Tiles of a few thousand tokens are expanded into a bounded scratch of the queries' dtype; torch's
-flash attention attends to them, FlashInfer's or torch's causally to the new tokens, and the parts
-merge by their log-sum-exp. Tile bounds depend on positions alone, as on the other routes.
+The cached pages of requests with few new tokens are read by the decode kernels, all requests at
+once (``stacked.py``). Those of others are expanded, a few thousand tokens at a time, into a bounded
+scratch of the queries' dtype that torch's flash attention attends to; tile bounds depend on
+positions alone, as on the other routes. FlashInfer or torch attends causally to the new tokens, and
+the parts merge by their log-sum-exp.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from minima_kernels.attention.merge import State, merge_states
 from minima_kernels.attention.output import AttentionOutput
+from minima_kernels.attention.runs import CachedRun, cached_runs
 from minima_kernels.cuda.library import prefill_reason
 from minima_kernels.cuda.ragged import ragged_prefill
 from minima_kernels.cuda.retier import LayerShares, expand_pages, retier_reason
+from minima_kernels.cuda.stacked import Stacked, plan_stacked
 from minima_kernels.formats import Format
 from minima_kernels.geometry import KVGeometry
 from minima_kernels.rotation import Rotation
@@ -31,6 +35,20 @@ TILE_KEYS = 8192
 """Tokens of a tile. More would need fewer merges of the queries' outputs, and more scratch."""
 
 _MAX_HEAD_DIM = 256
+
+
+class CudaExtend(NamedTuple):
+    """Who reads the cached pages of a batch, and how."""
+
+    stacked: Stacked | None
+    runs: tuple[CachedRun, ...]
+
+
+def plan_cuda_extend(plan: ExtendPlan, num_heads: int) -> CudaExtend:
+    """The work of a batch for a number of query heads."""
+    stacked, others = plan_stacked(plan, num_heads)
+    runs = cached_runs(others, plan.q_indptr, plan.geometry, plan.device, TILE_KEYS)
+    return CudaExtend(stacked, runs)
 
 
 def flash_reason(dtype: torch.dtype, head_dim: int) -> str | None:
@@ -148,7 +166,7 @@ def attend_new(
     return State(out, lse)
 
 
-def run_flash_extend(
+def run_cuda_extend(
     plan: ExtendPlan,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -159,7 +177,7 @@ def run_flash_extend(
     rotation: Rotation | None,
     routes: RouteCounters,
 ) -> AttentionOutput:
-    """``run_extend`` through flash attention; ``flash_reason`` is ``None``."""
+    """``run_extend`` on a GPU; ``flash_reason`` is ``None``."""
     # Scores do not change under a rotation: the new tokens need none among themselves.
     reason = prefill_reason(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[2])
     if reason is None and q.shape[0]:
@@ -167,42 +185,65 @@ def run_flash_extend(
     else:
         new = attend_new(q, k, v, plan.q_indptr, scale)
     routes.count("prefill", "flashinfer" if reason is None else "flash", reason or "")
-    if not plan.flash_runs:
+    work = plan.cuda(q.shape[1])
+    if work.stacked is None and not work.runs:
+        routes.count("extend", "flash")
         return AttentionOutput(new.out, new.lse, None)
-    heads = plan.geometry.num_kv_heads
-    group_size = q.shape[1] // heads
-    rotated = q if rotation is None else rotation.forward(q).to(q.dtype)
+    total = State(new.out.float(), new.lse)
+    if work.stacked is not None:
+        routes.count("extend", "stacked")
+        cached = work.stacked.run(q, arena, layer, scale, rotation)
+        total = _merge_rows(total, work.stacked.rows, cached)
+    if work.runs:
+        routes.count("extend", "flash")
+        rotated = q if rotation is None else rotation.forward(q).to(q.dtype)
+        for run in work.runs:
+            cached = _flash_run(plan, run, rotated[run.rows], arena, layer, scale, rotation, routes)
+            total = _merge_rows(total, run.rows, cached)
+    return AttentionOutput(total.out.to(q.dtype), total.lse, None)
 
-    def fold(x: torch.Tensor) -> torch.Tensor:
-        """``[n, Hq, ...]`` to ``[H, n * G, ...]``: the queries of a KV head become its rows."""
-        return x.unflatten(1, (heads, group_size)).transpose(0, 1).flatten(1, 2).contiguous()
+
+def _flash_run(
+    plan: ExtendPlan,
+    run: CachedRun,
+    q: torch.Tensor,
+    arena: torch.Tensor,
+    layer: int,
+    scale: float,
+    rotation: Rotation | None,
+    routes: RouteCounters,
+) -> State:
+    """Attention of the run's rows, rotated, over its tiles; turned back with ``rotation``."""
+    heads = plan.geometry.num_kv_heads
+    # The queries of a KV head become its rows: [n, Hq, D] to [H, n * G, D].
+    folded = q.unflatten(1, (heads, -1)).transpose(0, 1).flatten(1, 2).contiguous()
+    state = FlashState(folded)
+    for cached in run.tiles:
+        kind = plan.kinds[cached.kind_index]
+        keys, values = expand_tile(
+            arena,
+            cached.addresses,
+            cached.num_tokens,
+            kind.formats[layer],
+            kind.layer_offset(layer, plan.geometry),
+            plan.geometry,
+            q.dtype,
+            routes,
+        )
+        state.attend(keys, values, scale)
 
     def unfold(x: torch.Tensor) -> torch.Tensor:
-        """Undo ``fold``."""
-        return x.unflatten(1, (-1, group_size)).transpose(0, 1).flatten(1, 2)
+        """``[H, n * G, ...]`` to ``[n, Hq, ...]``."""
+        return x.unflatten(1, (len(q), -1)).transpose(0, 1).flatten(1, 2)
 
-    total_out, total_lse = new.out.float(), new.lse
-    for run in plan.flash_runs:
-        state = FlashState(fold(rotated[run.rows]))
-        for cached in run.tiles:
-            kind = plan.kinds[cached.kind_index]
-            keys, values = expand_tile(
-                arena,
-                cached.addresses,
-                cached.num_tokens,
-                kind.formats[layer],
-                kind.layer_offset(layer, plan.geometry),
-                plan.geometry,
-                q.dtype,
-                routes,
-            )
-            state.attend(keys, values, scale)
-        out, lse = unfold(state.out), unfold(state.lse)
-        if rotation is not None:
-            out = rotation.inverse(out)
-        merged = merge_states(total_out[run.rows], total_lse[run.rows], out, lse)
-        if isinstance(run.rows, slice):
-            total_out, total_lse = merged
-        else:
-            total_out[run.rows], total_lse[run.rows] = merged
-    return AttentionOutput(total_out.to(q.dtype), total_lse, None)
+    out = unfold(state.out)
+    return State(out if rotation is None else rotation.inverse(out), unfold(state.lse))
+
+
+def _merge_rows(total: State, rows: torch.Tensor | slice, part: State) -> State:
+    """``total`` with the state of some rows merged in, which changes it unless they are all."""
+    merged = merge_states(total.out[rows], total.lse[rows], part.out, part.lse)
+    if isinstance(rows, slice):
+        return merged
+    total.out[rows], total.lse[rows] = merged
+    return total

@@ -244,7 +244,11 @@ class ModelRunner:
     @torch.inference_mode()
     def load(self, batch: ForwardBatch) -> None:
         """Makes the work lists of the kernels that `forward` will run, and sends them off."""
-        if batch.decode_plan is not None and isinstance(self._attention, CudaPagedAttention):
+        if not isinstance(self._attention, CudaPagedAttention):
+            return
+        if batch.extend_plan is not None:
+            batch.extend_plan.cuda(self.config.num_heads)
+        if batch.decode_plan is not None:
             batch.decode_plan.cuda(self.config.num_heads)
 
     @torch.inference_mode()
