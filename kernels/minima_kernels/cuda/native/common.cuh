@@ -47,16 +47,31 @@ __device__ __forceinline__ float max_rows(float x) {
   return x;
 }
 
+// What of an item is needed again after its pages: kept in shared memory, a copy for each warp, so that it is
+// there at once and takes no registers.
+struct Held {
+  int tile, slot;
+  uint32_t columns;  // bit n: column n of the tile is a row's
+};
+// `columns[n]` of the tile: offset of the row among its page entries << 8 | head within the group, or -1.
+__device__ __forceinline__ void hold_item(Held& held, const Item& item, const int* columns) {
+  const int lane = threadIdx.x & 31;
+  const uint32_t used = __ballot_sync(~0u, lane < COLUMNS && columns[lane & (COLUMNS - 1)] >= 0);
+  if (lane == 0) held = {item.tile, item.slot, used};
+  __syncwarp();
+}
+
 // Merges the warps of a block and writes the partial of an item. `channel(i, half)` is the channel of
 // accumulators O[i][0..1] (half 0) and O[i][2..3] (half 1) of this lane; `scratch` takes
-// NUM_WARPS rows of `scratch_stride` bytes, at least DIM * 40 each. `columns[n]` of the tile: offset
-// of the row among its page entries << 8 | head within the group, or -1.
+// NUM_WARPS rows of `scratch_stride` bytes, at least DIM * 40 each.
 template <int DIM, int NUM_WARPS, typename Channel>
 __device__ __forceinline__ void write_partial(float (*O)[4], Running run, float factor, uint8_t* scratch,
-                                              int scratch_stride, float2 (*sums)[COLUMNS], const int* columns,
-                                              int slot, float* part_o, float2* part_ml, Channel channel) {
+                                              int scratch_stride, float2 (*sums)[COLUMNS], const Held& held,
+                                              float* part_o, float2* part_ml, Channel channel) {
   constexpr int ROW = COLUMNS + 2;  // padded against bank conflicts
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, j = lane & 3;
+  const int slot = held.slot;
+  const uint32_t columns = held.columns;
   run.l0 = sum_rows(run.l0);
   run.l1 = sum_rows(run.l1);
   if (g == 0) {
@@ -82,7 +97,7 @@ __device__ __forceinline__ void write_partial(float (*O)[4], Running run, float 
   __syncthreads();
   for (int i = threadIdx.x; i < COLUMNS * DIM; i += NUM_WARPS * 32) {
     const int n = i / DIM, d = i % DIM;
-    if (columns[n] < 0) continue;
+    if (!(columns >> n & 1)) continue;
     float a = 0.f;
 #pragma unroll
     for (int w = 0; w < NUM_WARPS; w++) a += reinterpret_cast<const float*>(scratch + w * scratch_stride)[d * ROW + n];

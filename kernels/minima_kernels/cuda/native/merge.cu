@@ -21,21 +21,21 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const int channel = (c >> 3) * 32 + (c & 1) * 16 + (c >> 1 & 3) * 2;
   // Lists were written before the kernels that this one may overlap began.
   const int start = unit_start[unit], stop = unit_start[unit + 1];
-  int partial = start + lane < stop ? unit_partials[start + lane] : -1;
+  auto listed = [&](int i) { return i < stop ? unit_partials[i] : -1; };
+  auto sums_of = [&](int p) { return p >= 0 ? part_ml[p] : make_float2(NO_SCORE, 0.f); };
+  // Every warp works out the weights for itself, a partial per lane; the first 64 are fetched at once.
+  int partial = listed(start + lane), second = listed(start + 32 + lane);
   depend_wait();
   depend_go();
-  // Every warp works out the weights for itself, a partial per lane.
-  float2 ml = partial >= 0 ? part_ml[partial] : make_float2(NO_SCORE, 0.f);
-  float M = ml.x, L = 0.f, o[4] = {0.f, 0.f, 0.f, 0.f};
-  for (int i = start + 32 + lane; i < stop; i += 32) M = fmaxf(M, part_ml[unit_partials[i]].x);
+  float2 ml = sums_of(partial), second_ml = sums_of(second);
+  float M = fmaxf(ml.x, second_ml.x), L = 0.f, o[4] = {0.f, 0.f, 0.f, 0.f};
+  for (int i = start + 64 + lane; i < stop; i += 32) M = fmaxf(M, part_ml[unit_partials[i]].x);
 #pragma unroll
   for (int s = 16; s; s >>= 1) M = fmaxf(M, __shfl_xor_sync(~0u, M, s));
   for (int first = start; first < stop; first += 32) {
     const int count = min(32, stop - first);
-    if (first > start) {
-      partial = lane < count ? unit_partials[first + lane] : -1;
-      ml = partial >= 0 ? part_ml[partial] : make_float2(NO_SCORE, 0.f);
-    }
+    if (first == start + 32) partial = second, ml = second_ml;
+    if (first > start + 32) partial = listed(first + lane), ml = sums_of(partial);
     float weight = partial >= 0 ? exp2_fast(ml.x - M) : 0.f;
     L += ml.y * weight;
     if (partial >= num_floats) weight *= ml.y * part_unit[(partial - num_floats) / 64];

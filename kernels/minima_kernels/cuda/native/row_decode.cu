@@ -71,6 +71,7 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, int v_
   extern __shared__ __align__(128) uint8_t memory[];
   __shared__ float2 sums[WARPS][COLUMNS];
   __shared__ MassPlaces places[MASS ? WARPS : 1];
+  __shared__ Held held[WARPS];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, j = lane & 3;
   const uint32_t ring = shared_address(memory) + warp * RING;
   const uint32_t q_shared = shared_address(memory) + WARPS * RING;
@@ -131,8 +132,9 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, int v_
       for (int i = 0; i < STEPS; i++) q[i] = load_here(q_source + i * 32 + lane);
     }
     const float2 scale = *reinterpret_cast<const float2*>(q_scale + item.tile * COLUMNS + 2 * j);
-    if (MASS)
-      set_mass_places(places[warp], tile_columns + item.tile / num_kv_heads * COLUMNS, item, num_heads, group);
+    const int* columns = tile_columns + item.tile / num_kv_heads * COLUMNS;
+    hold_item(held[warp], item, columns);
+    if (MASS) set_mass_places(places[warp], columns, item, num_heads, group);
     float O[STEPS][4];
 #pragma unroll
     for (int i = 0; i < STEPS; i++) O[i][0] = O[i][1] = O[i][2] = O[i][3] = 0.f;
@@ -263,9 +265,7 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, int v_
       __syncwarp();
     }
     asm volatile("cp.async.wait_all;" ::: "memory");
-    const Item now = load_item(items, index);
-    write_partial<HEAD_DIM, WARPS>(O, run, 1.f, memory, RING, sums, tile_columns + now.tile / num_kv_heads * COLUMNS,
-                                   now.slot, part_o, part_ml, [&](int i, int half) {
+    write_partial<HEAD_DIM, WARPS>(O, run, 1.f, memory, RING, sums, held[warp], part_o, part_ml, [&](int i, int half) {
                                      if (!FP8) return i * 16 + half * 8 + g;
                                      constexpr int OWN = HEAD_DIM == 64 ? 8 : 16;  // channels per lane and set
                                      return (i / (OWN / 2) * 8 + g) * OWN + i % (OWN / 2) * 2 + half;

@@ -74,18 +74,28 @@ __device__ __forceinline__ void scores(uint32_t keys, const uint32_t (*q)[2], co
   }
 }
 
-// Dot products of up to eight key means with columns 2j and 2j + 1: those of page g.
-__device__ __forceinline__ float2 mean_scores(uint32_t means, const uint4* q) {
+// Dot products of up to eight key means, there once `barrier` has passed, with columns 2j and 2j + 1: those of page g.
+__device__ __forceinline__ float2 mean_scores(uint32_t means, const uint4* q, uint32_t barrier, uint32_t phase) {
+  constexpr int TURNS = 2 * BUNDLES, AHEAD = TURNS < 3 ? TURNS : 3;  // operands on their way hide each other's time
   const int lane = threadIdx.x & 31, g = lane >> 2, j = lane & 3;
   float c[4] = {0.f, 0.f, 0.f, 0.f}, low[4] = {0.f, 0.f, 0.f, 0.f};
+  uint4 b[AHEAD], d[AHEAD];
+  auto load = [&](int i) {
+    b[i % AHEAD] = load_here(q + 2 * i * 32 + lane);
+    d[i % AHEAD] = load_here(q + (2 * i + 1) * 32 + lane);
+  };
 #pragma unroll
-  for (int i = 0; i < 2 * BUNDLES; i++) {
+  for (int i = 0; i < AHEAD; i++) load(i);
+  barrier_wait(barrier, phase);
+#pragma unroll
+  for (int i = 0; i < TURNS; i++) {
     const uint4 a = load_shared16(means + g * MEAN_ROW + (i / 2 * 64 + j * 16 + i % 2 * 8) * 2);
-    const uint4 b = load_here(q + 2 * i * 32 + lane), d = load_here(q + (2 * i + 1) * 32 + lane);
-    mma_f16(c, a.x, 0, a.y, 0, b.x, b.y);
-    mma_f16(low, a.x, 0, a.y, 0, b.z, b.w);
-    mma_f16(c, a.z, 0, a.w, 0, d.x, d.y);
-    mma_f16(low, a.z, 0, a.w, 0, d.z, d.w);
+    const uint4 x = b[i % AHEAD], y = d[i % AHEAD];
+    mma_f16(c, a.x, 0, a.y, 0, x.x, x.y);
+    mma_f16(low, a.x, 0, a.y, 0, x.z, x.w);
+    mma_f16(c, a.z, 0, a.w, 0, y.x, y.y);
+    mma_f16(low, a.z, 0, a.w, 0, y.z, y.w);
+    if (i + AHEAD < TURNS) load(i + AHEAD);
   }
   return make_float2(c[0] + low[0], c[1] + low[1]);
 }
@@ -116,6 +126,7 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
   __syncwarp();
   __shared__ uint32_t entries[WARPS][2];
   __shared__ MassPlaces places[MASS ? WARPS : 1];
+  __shared__ Held held[WARPS];
   const uint32_t k_t0 = hold(K_T0, &entries[warp][0]);
   const uint32_t v_t0 = K_T0 == V_T0 ? k_t0 : hold(V_T0, &entries[warp][1]);
   uint32_t phase = 0, mean_phase = 0;
@@ -161,8 +172,9 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
     }
     const float2 unit = *reinterpret_cast<const float2*>(q_scale + item.tile * COLUMNS + 2 * j);
     const float2 scale = make_float2(unit.x * (K_STEP / Q_MAX), unit.y * (K_STEP / Q_MAX));
-    if (MASS)
-      set_mass_places(places[warp], tile_columns + item.tile / num_kv_heads * COLUMNS, item, num_heads, group);
+    const int* columns = tile_columns + item.tile / num_kv_heads * COLUMNS;
+    hold_item(held[warp], item, columns);
+    if (MASS) set_mass_places(places[warp], columns, item, num_heads, group);
     float O[V_TILES][4];
 #pragma unroll
     for (int i = 0; i < V_TILES; i++) O[i][0] = O[i][1] = O[i][2] = O[i][3] = 0.f;
@@ -172,9 +184,9 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
       float shift0 = 0.f, shift1 = 0.f;
       if (CENTRED) {
         if (done % MEAN_PAGES == 0) {
-          barrier_wait(mean_barrier, mean_phase);
+          const uint4* q_here = q_halves + (size_t)held[warp].tile * V_TILES * 32;
+          const float2 dot = mean_scores(means, q_here, mean_barrier, mean_phase);
           mean_phase ^= 1;
-          const float2 dot = mean_scores(means, q_halves + (size_t)load_item(items, index).tile * V_TILES * 32);
           dots[warp][g][j] = make_float2(dot.x * scale.x * (Q_MAX / K_STEP), dot.y * scale.y * (Q_MAX / K_STEP));
           __syncwarp();
           fetch_means(done + MEAN_PAGES);
@@ -279,9 +291,7 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
       }
       phase ^= 1;
     }
-    const Item now = load_item(items, index);
-    write_partial<HEAD_DIM, WARPS>(O, run, V_STEP, memory, SLOT, sums,
-                                   tile_columns + now.tile / num_kv_heads * COLUMNS, now.slot, part_o, part_ml,
+    write_partial<HEAD_DIM, WARPS>(O, run, V_STEP, memory, SLOT, sums, held[warp], part_o, part_ml,
                                    [&](int i, int half) { return i * 16 + half * 8 + g; });
     // The slots were written by ordinary stores; the next bulk copies go through another proxy.
     publish_shared();
