@@ -130,11 +130,8 @@ def make_row_blocks(
             known[key] = num_blocks
             tile = tiles.row_tile[rows][:, None] + heads // COLUMNS
             column = tiles.row_place[rows][:, None] * width + heads % COLUMNS
-            padding = (0, -len(rows) * group_size % ROWS)
-            stacked = (tile * COLUMNS + column).ravel()
-            columns.append(np.pad(stacked, padding, constant_values=-1))
-            places = (rows[:, None] * group_size + heads).ravel()
-            units.append(np.pad(places, padding, constant_values=-1))
+            columns.append(_fill_blocks(tile * COLUMNS + column))
+            units.append(_fill_blocks(rows[:, None] * group_size + heads))
             num_blocks += len(columns[-1]) // ROWS
         first[segment] = known[key]
     return RowBlocks(
@@ -142,6 +139,13 @@ def make_row_blocks(
         concatenate(units).reshape(-1, ROWS),
         first,
     )
+
+
+def _fill_blocks(values: Int64Array) -> Int64Array:
+    """The values one after another, -1 behind them up to the end of a block of rows."""
+    filled = np.full(-(-values.size // ROWS) * ROWS, -1, dtype=np.int64)
+    filled[: values.size] = values.ravel()
+    return filled
 
 
 def make_cohort_items(
