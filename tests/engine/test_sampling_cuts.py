@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from sglang_minima.runner import cut as cut_module
+from sglang_minima.runner import wide_rows
 from sglang_minima.runner.cut import NO_TOKEN, Cut, draw_cut
 from sglang_minima.runner.sampling import SamplingRow, draw, sample
 from sglang_minima.sampling_params import SamplingParams
@@ -83,6 +85,38 @@ def test_no_row_depends_on_the_batch(data: st.DataObject, chosen: list[Cut], rng
     assert draw_cut(logits, chosen).tolist() == alone
 
 
+@contextmanager
+def short_pieces() -> Iterator[None]:
+    """Rows in pieces, as on a GPU, which short ones and those of a CPU are not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wide_rows, "PIECE", 4)
+        patch.setattr(wide_rows, "_is_cut", lambda values, piece: True)
+        yield
+
+
+@settings(max_examples=200, deadline=None)
+@given(logit_rows, cuts)
+def test_pieces_draw_by_the_definition(logits: list[float], cut: Cut) -> None:
+    with short_pieces():
+        assert draw_cut(torch.tensor([logits]), [cut]).tolist() == [expected(logits, cut)]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=30).filter(any), st.floats(0, 0.999))
+def test_pieces_give_what_whole_rows_give(values: list[int], point: float) -> None:
+    row = torch.tensor([values, values[::-1]])
+    summed = row.cumsum(-1)
+    target = int(point * sum(values))
+    places = [next(i for i, x in enumerate(one) if x > target) for one in summed.tolist()]
+    points = torch.full((2, 1), point, dtype=torch.float64)
+    keys = row * 100 + torch.arange(row.shape[-1])
+    with short_pieces():
+        assert torch.equal(wide_rows.running_sum(row), summed)
+        assert wide_rows.pick(row, points).tolist() == places
+        for most in {1, len(values) // 2, len(values)} - {0}:
+            assert torch.equal(wide_rows.smallest(keys, most), keys.sort().values[:, :most])
+
+
 def by_threshold(probs: torch.Tensor, top_p: torch.Tensor, is_deterministic: bool) -> torch.Tensor:
     """What the library's `top_p_renorm_probs` promises: float32, all equals of the last kept."""
     assert is_deterministic
@@ -112,7 +146,7 @@ def test_a_threshold_leaves_what_sorting_leaves(eighths: list[int], cut: Cut) ->
         patch.setattr(
             cut_module,
             "_draw_nucleus_of_few",
-            lambda rows, weights: cut_module._pick(
+            lambda rows, weights: cut_module.pick(
                 cut_module._nucleus(rows, weights), rows.column("point")
             ),
         )

@@ -19,6 +19,7 @@ import torch
 from minima_kernels.cuda.library import package, sampling_reason
 from minima_kernels.routes import ROUTES
 from minima_kernels.upload import upload
+from sglang_minima.runner.wide_rows import pick, running_sum, smallest
 
 NO_TOKEN = -1
 """In place of a token where the model computed none."""
@@ -51,6 +52,8 @@ class _Rows(NamedTuple):
     """float32 [n, vocab]: how far a logit lies below the greatest."""
     numbers: torch.Tensor
     """float64 [n, 5]: the fields of `Cut`."""
+    has_min_p: bool
+    """Whether any row has one."""
 
     def column(self, name: str) -> torch.Tensor:
         """float64 [n, 1]: one field."""
@@ -60,7 +63,7 @@ class _Rows(NamedTuple):
     def weights(self, distances: torch.Tensor) -> torch.Tensor:
         """int64, of distances [n, m]; the sum over a vocabulary fits."""
         bits = 62 - self.distances.shape[-1].bit_length()
-        weights = torch.exp(distances.double() / -self.column("temperature"))
+        weights = distances.double().div_(-self.column("temperature")).exp_()
         return weights.mul_(1 << bits).round_().long()
 
 
@@ -83,7 +86,8 @@ def draw_cut(logits: torch.Tensor, cuts: Sequence[Cut]) -> torch.Tensor:
     broken = ~greatest.isfinite()
     # Of two zeros the difference may have a sign, which would put it before all others.
     distances = (greatest - logits).abs_().masked_fill_(broken, 0.0)
-    rows = _Rows(distances, upload(cuts, torch.float64, device))
+    has_min_p = any(cut.min_p for cut in cuts)
+    rows = _Rows(distances, upload(cuts, torch.float64, device), has_min_p)
     ways = [_way(cut, vocab_size) for cut in cuts]
     used = sorted(set(ways))
     if len(used) == 1:
@@ -93,7 +97,10 @@ def draw_cut(logits: torch.Tensor, cuts: Sequence[Cut]) -> torch.Tensor:
         for way in used:
             chosen = [i for i, other in enumerate(ways) if other == way]
             index = upload(chosen, torch.int64, device)
-            part = _Rows(*(x.index_select(0, index) for x in rows))
+            part = rows._replace(
+                distances=rows.distances.index_select(0, index),
+                numbers=rows.numbers.index_select(0, index),
+            )
             tokens.index_copy_(0, index, _draw_by(way, part, [cuts[i] for i in chosen]))
     return tokens.masked_fill_(broken[:, 0], NO_TOKEN)
 
@@ -110,16 +117,16 @@ def _draw_by(way: str, rows: _Rows, cuts: Sequence[Cut]) -> torch.Tensor:
         few = _candidates(rows.distances, max(cut.top_k for cut in cuts))
         return _draw_few(rows, few, None)
     if way == "sorted":
-        return _pick(_sorted_weights(rows), rows.column("point"))
+        return pick(_sorted_weights(rows), rows.column("point"))
     weights = rows.weights(rows.distances)
     if way == "whole":
-        return _pick(_above_min_p(rows, weights), rows.column("point"))
+        return pick(_above_min_p(rows, weights), rows.column("point"))
     if weights.device.type == "cpu":
         return _draw_nucleus_of_few(rows, weights)
     reason = _nucleus_reason(rows.distances)
     ROUTES.count("top_p", "torch" if reason else "flashinfer", reason or "")
     weights = _sorted_weights(rows) if reason else _nucleus(rows, weights)
-    return _pick(weights, rows.column("point"))
+    return pick(weights, rows.column("point"))
 
 
 def _candidates(distances: torch.Tensor, most: int) -> torch.Tensor:
@@ -128,14 +135,14 @@ def _candidates(distances: torch.Tensor, most: int) -> torch.Tensor:
     # Distances are not negative, so their bits are in the order of their values; the token breaks
     # ties, which are frequent among logits of 16 bits.
     keys = (distances.view(torch.int32).long() << 32) | vocab
-    return keys.topk(most, dim=-1, largest=False).values
+    return smallest(keys, most)
 
 
 def _draw_few(rows: _Rows, few: torch.Tensor, total: torch.Tensor | None) -> torch.Tensor:
     """Rows of which no more than some candidates are left."""
     weights = _prefix(rows, rows.weights((few >> 32).int().view(torch.float32)), total)
     tokens, order = (few & 0xFFFFFFFF).sort(dim=-1)
-    picked = _pick(weights.gather(-1, order), rows.column("point"))
+    picked = pick(weights.gather(-1, order), rows.column("point"))
     return tokens.gather(-1, picked[:, None])[:, 0]
 
 
@@ -146,7 +153,7 @@ def _draw_nucleus_of_few(rows: _Rows, weights: torch.Tensor) -> torch.Tensor:
     found = rows.weights((few >> 32).int().view(torch.float32)).sum(-1, keepdim=True)
     if bool((found.double() >= rows.column("top_p") * total.double()).all()):
         return _draw_few(rows, few, total)
-    return _pick(_sorted_weights(rows), rows.column("point"))
+    return pick(_sorted_weights(rows), rows.column("point"))
 
 
 def _sorted_weights(rows: _Rows) -> torch.Tensor:
@@ -164,7 +171,7 @@ def _prefix(rows: _Rows, weights: torch.Tensor, total: torch.Tensor | None) -> t
     top_k = rows.column("top_k")
     rank = torch.arange(weights.shape[-1], device=weights.device)
     weights = weights.masked_fill((top_k > 0) & (rank >= top_k), 0)
-    summed = weights.cumsum(-1)
+    summed = running_sum(weights)
     # top-p counts over what top-k left, as users of the usual servers expect.
     whole = summed[:, -1:] if total is None else total
     out = (summed - weights).double() >= rows.column("top_p") * whole.double()
@@ -173,6 +180,8 @@ def _prefix(rows: _Rows, weights: torch.Tensor, total: torch.Tensor | None) -> t
 
 
 def _above_min_p(rows: _Rows, weights: torch.Tensor) -> torch.Tensor:
+    if not rows.has_min_p:
+        return weights
     least = rows.column("min_p") * weights.amax(-1, keepdim=True).double()
     return weights.masked_fill(weights.double() < least, 0)
 
@@ -197,14 +206,6 @@ def _nucleus(rows: _Rows, weights: torch.Tensor) -> torch.Tensor:
     least = shares.masked_fill(kept <= 0, 2.0).amin(-1, keepdim=True)
     inside = weights.masked_fill(shares <= least, 0)
     equals = weights.masked_fill(shares != least, 0)
-    summed = inside.sum(-1, keepdim=True) + equals.cumsum(-1) - equals
+    summed = inside.sum(-1, keepdim=True) + running_sum(equals) - equals
     left = inside + equals.masked_fill_(summed.double() >= top_p * total, 0)
     return _above_min_p(rows, left)
-
-
-def _pick(weights: torch.Tensor, point: torch.Tensor) -> torch.Tensor:
-    """Place of the first of weights [n, m] at which the sum so far exceeds `point` of all: [n]."""
-    summed = weights.cumsum(-1)
-    total = summed[:, -1:]
-    target = torch.minimum((point * total.double()).long(), total - 1)
-    return torch.searchsorted(summed, target, right=True)[:, 0]
