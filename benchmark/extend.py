@@ -105,9 +105,11 @@ def measure(name: str, case: Case, rounds: int) -> list[dict[str, Any]]:
         indptr = list(range(0, num_rows + 1, case.new))
         plan = partial(plan_extend, segments, indptr, inputs.kinds, geometry, "cuda")
         planned = "tiles" if plan().cuda(num_heads).stacked is None else "rows"
-        for way, most in (("rows", UNLIMITED), ("tiles", 0)):
+        for way, reason in (("rows", None), ("tiles", "not this way")):
             routes = RouteCounters()
-            with patch.multiple(stacked, MOST_ROWS=most, MOST_TILE_READS=most):
+            with patch.multiple(
+                stacked, MOST_TILE_READS=UNLIMITED, stacked_reason=lambda *_, reason=reason: reason
+            ):
                 run = partial(
                     run_extend, plan(), q, k, v, inputs.arenas[0], 0, dim**-0.5,
                     rotation=rotation, routes=routes,

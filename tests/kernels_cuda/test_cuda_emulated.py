@@ -9,8 +9,9 @@ import torch
 from emulated import Emulation, skip_unless_possible
 from kernel_pages import Pages, relative_error
 
-from minima_kernels import KVGeometry, Segment
+from minima_kernels import KVGeometry, Rotation, Segment, merge_states
 from minima_kernels.arena import scatter
+from minima_kernels.attention import State
 from minima_kernels.attention.segments import check_segments
 from minima_kernels.cuda import work
 from minima_kernels.cuda.decode import CudaDecode
@@ -133,3 +134,28 @@ def test_one_reader_each(emulation: Emulation, dim: int, name: str) -> None:
     segments = [pages.segment(0, count, [row]) for row, count in enumerate((1, 9, 14))]
     check(emulation, pages, segments, 3, 4)
     assert "tq_decode_mass" in emulation.launched
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_elsewhere_is_merged(emulation: Emulation, dtype: torch.dtype) -> None:
+    """Rows over pages and elsewhere, over one of them alone, and over nothing at all."""
+    pages = Pages(KVGeometry(1, 2, 64, 64), ["tq3"])
+    segments = [pages.segment(0, 3, [0]), pages.segment(0, 2, [1])]
+    table = check_segments(segments, 4, pages.kinds, pages.geometry)
+    cpu = torch.device("cpu")
+    plan = CudaDecode(table, 4, 8, tuple(pages.kinds), pages.geometry, cpu, 15)
+    arena, rotation = in_fragment_order(pages, segments), Rotation(64)
+    q = pages.random(4, 8, 64).to(dtype)
+    out, lse = pages.random(4, 8, 64).to(dtype), pages.random(4, 8) * 3 + 4
+    out[1], lse[1] = 0, -torch.inf
+    out[3], lse[3] = 0, -torch.inf
+    alone = plan.run(q.float(), arena, 0, 0.125, False, rotation)
+    expected = merge_states(alone.out, alone.lse, out.float(), lse)
+    result = plan.run(q, arena, 0, 0.125, False, rotation, State(out, lse))
+    assert result.out.dtype == dtype
+    assert relative_error(result.out, expected.out) < (1e-6 if dtype == torch.float32 else 4e-3)
+    assert torch.allclose(result.lse, expected.lse, atol=1e-5)
+    assert torch.equal(result.lse[3], torch.full((8,), -torch.inf))
+    # What is not given any more is not merged any more.
+    again = plan.run(q.float(), arena, 0, 0.125, False, rotation)
+    assert torch.equal(again.out, alone.out)

@@ -66,53 +66,45 @@ def test_equals_dense_attention(
 
 @pytest.fixture
 def stacked_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests of up to eight new tokens go through decode, here that of the CPU."""
+    """The decode route serves, here that of the CPU; requests with more than one tile of columns
+    over BF16 pages do without."""
     monkeypatch.setattr(stacked, "stacked_reason", lambda plan, group_size: None)
-    monkeypatch.setattr(stacked, "MOST_ROWS", 8)
+    monkeypatch.setattr(stacked, "MOST_TILE_READS", 4)
 
 
 @pytest.mark.usefixtures("stacked_rows")
 @pytest.mark.parametrize(
-    ("q_indptr", "others"),
+    ("q_indptr", "taken"),
     [
-        ([0, 3, 4, 20], [2]),
-        ([0, 4, 12, 15], []),
-        ([0, 0, 9, 9], [1]),
-        ([0, 8, 8, 9], []),
-        ([0, 9, 18, 27], [0, 1, 2]),
+        ([0, 3, 4, 20], {"stacked"}),
+        ([0, 4, 12, 15], {"stacked", "flash"}),
+        ([0, 0, 9, 9], {"flash"}),
+        ([0, 8, 8, 9], {"stacked"}),
+        ([0, 0, 2, 2], {"stacked"}),
     ],
 )
-def test_few_new_tokens_go_through_decode(q_indptr: Sequence[int], others: Sequence[int]) -> None:
-    pages, segments = batch(True)
+def test_pages_are_read_by_the_decode_kernels(q_indptr: Sequence[int], taken: set[str]) -> None:
+    pages, segments = batch(True)  # of three requests the second has two BF16 pages
     plan = plan_extend(segments, q_indptr, pages.kinds, GEOMETRY, "cpu")
-    work = plan.cuda(6)
-    counts = np.diff(q_indptr)
-    rows = sum(int(n) for i, n in enumerate(counts) if i not in others)
-    assert (work.stacked is None) == (rows == 0)
-    if work.stacked is not None:
-        assert work.stacked.plan.num_rows == rows
-        assert isinstance(work.stacked.rows, slice) == (rows == q_indptr[-1])
-    expected = {Route("extend", "stacked", "")} if rows else set()
-    expected |= {Route("extend", "flash", "")} if others else set()
-    assert check(plan, pages, segments) - {Route("prefill", "flash", "dtype float32")} == expected
+    routes = check(plan, pages, segments)
+    assert {route.route for route in routes if route.operation == "extend"} == taken
+    assert {route.operation for route in routes} == {"extend", "prefill"}
 
 
 @pytest.mark.usefixtures("stacked_rows")
 def test_who_is_read_by_decode(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without cached pages there is nothing to read; pages that every tile would read again count
-    by what they cost."""
+    """Pages that every tile would read again count by what they cost."""
     pages = Pages(GEOMETRY, ["tq3", "bf16"])
     segments = [pages.segment(0, 9, [0, 2]), pages.segment(1, 3, [2]), pages.segment(1, 2, [3])]
     plan = partial(plan_extend, segments, [0, 5, 8, 13, 15], pages.kinds, GEOMETRY, "cpu")
     # Five rows of three heads are three tiles: 3 pages x 3 tiles x 2 KV heads; 2 x 1 x 2.
-    for limit, expected in ((18, [0, 2, 3]), (17, [0, 3]), (3, [0])):
+    for limit, expected in ((18, {0, 2, 3}), (17, {0, 3}), (3, {0})):
         monkeypatch.setattr(stacked, "MOST_TILE_READS", limit)
         work = plan().cuda(6)
         assert work.stacked is not None
-        taken = sum([5, 3, 5, 2][request] for request in expected)
-        assert work.stacked.plan.num_rows == taken
-        readers = {int(i) for run in work.runs for i in _requests(plan(), run.rows)}
-        assert readers == {0, 2, 3} - set(expected)
+        assert _requests(plan(), torch.from_numpy(work.stacked.segments.readers)) == expected
+        readers = {i for run in work.runs for i in _requests(plan(), run.rows)}
+        assert readers == {0, 2, 3} - expected
 
 
 def _requests(plan: ExtendPlan, rows: torch.Tensor | slice) -> set[int]:
@@ -130,7 +122,7 @@ def test_bits_do_not_depend_on_how_the_tree_cuts() -> None:
         plan_extend(segments, [0, 5], pages.kinds, GEOMETRY, "cpu").cuda(6).stacked
         for segments in (whole, [*parts, whole[1]])
     ]
-    first, second = (plan.plan.segments for plan in plans if plan is not None)
+    first, second = (plan.segments for plan in plans if plan is not None)
     for ours, theirs in zip(first, second, strict=True):
         assert np.array_equal(ours, theirs)
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from minima_kernels.attention.merge import State, merge_states
 from minima_kernels.attention.output import AttentionOutput
 from minima_kernels.attention.plan import DEFAULT_SCRATCH_BYTES
 from minima_kernels.attention.segments import Segments, SegmentTable, check_segments, ranges
@@ -156,6 +157,7 @@ def run_decode(
     *,
     page_mass: bool = False,
     rotation: Rotation | None = None,
+    elsewhere: State | None = None,
     routes: RouteCounters = ROUTES,
 ) -> AttentionOutput:
     """Attend from each row to its pages, with float32 sums.
@@ -166,26 +168,34 @@ def run_decode(
         layer: which layer's share of the pages to read.
         scale: factor on the scores.
         rotation: rotates the queries and turns the output back, which costs a GPU nothing here.
+        elsewhere: attention of the same rows to other tokens, merged into the result: out
+            ``[num_rows, Hq, D]`` in the basis of the result, lse.
         page_mass: also return the attention mass of every page entry.
 
     Raises:
-        ValueError: ``q`` does not fit the plan.
+        ValueError: ``q`` does not fit the plan, or ``page_mass`` with ``elsewhere``.
     """
     geometry = plan.geometry
     heads = geometry.num_kv_heads
     if q.shape[0] != plan.num_rows or q.shape[1] % heads or q.shape[2] != geometry.head_dim:
         raise ValueError(f"queries {list(q.shape)} do not fit {plan.num_rows} rows of {geometry}")
+    if page_mass and elsewhere is not None:
+        raise ValueError("page mass is of the pages alone: it cannot be had with elsewhere")
     reason = reason_now(plan.fallback_reason)
     if plan.device.type == "cuda":
         reason = reason or group_reason(q.shape[1] // heads)
         if reason is None:
             routes.count("decode", "cuda")
-            return plan.cuda(q.shape[1]).run(q, arena, layer, scale, page_mass, rotation)
+            cuda = plan.cuda(q.shape[1])
+            return cuda.run(q, arena, layer, scale, page_mass, rotation, elsewhere)
     if rotation is not None:
         q = rotation.forward(q)
     result = _run_rotated(plan, q, arena, layer, scale, page_mass, reason, routes)
     if rotation is not None:
         result = result._replace(out=rotation.inverse(result.out))
+    if elsewhere is not None:
+        merged = merge_states(elsewhere.out.to(result.out.dtype), elsewhere.lse, *result[:2])
+        result = result._replace(out=merged.out, lse=merged.lse)
     return result
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from minima_kernels.attention.merge import State
 from minima_kernels.attention.output import AttentionOutput
 from minima_kernels.attention.segments import SegmentTable
 from minima_kernels.cuda.cohort_plan import ROWS
@@ -37,6 +38,7 @@ from minima_kernels.formats import BF16, F16, FP8, TQ, Format
 from minima_kernels.geometry import KVGeometry
 from minima_kernels.kinds import PageKind
 from minima_kernels.rotation import Rotation
+from minima_kernels.upload import upload
 
 _LOG2_E = 1.4426950408889634
 
@@ -47,6 +49,7 @@ _FEW_HEADS = 400
 _PREPARE_Q, _PREPARE_DTYPE, _PREPARE_SCALE, _PREPARE_ROTATE, _PREPARE_SIGNS = 0, 1, 5, 6, 7
 _ATTEND_SHARE, _ATTEND_MASS = 0, -5
 _MERGE_ROTATE, _MERGE_SIGNS, _MERGE_OUT, _MERGE_DTYPE, _MERGE_LSE = 7, 8, 9, 10, 11
+_MERGE_OTHER_OUT, _MERGE_OTHER_LSE = 12, 13
 
 
 class _Attention(NamedTuple):
@@ -89,6 +92,7 @@ class CudaDecode:
         self._query_bits = query_bits
         self._group_size = num_heads // geometry.num_kv_heads
         self._num_entries = int(table.first_entries()[-1])
+        self._table = table
         # In memory for many plans the partials of stacked rows begin at one place for all.
         most_slots = None if limits is None else limits.items
         work = Work(table, num_rows, self._group_size, kinds, geometry, most_slots)
@@ -117,8 +121,6 @@ class CudaDecode:
             "mass_columns": mass_columns(work.tiles, self._group_size),
             "rows": work.row_blocks.columns,
         }
-        if limits is None:
-            arrays["entry_rows"] = entry_rows(table)
         formats = {format_ for k in used for format_ in kinds[k].formats}
         plain = [format_ for format_ in (F16, BF16) if format_ in formats]
         if len(plain) == 2:
@@ -192,6 +194,7 @@ class CudaDecode:
         scale: float,
         page_mass: bool,
         rotation: Rotation | None,
+        elsewhere: State | None = None,
     ) -> AttentionOutput:
         """``run_decode``; shapes are checked by the caller.
 
@@ -231,6 +234,15 @@ class CudaDecode:
         merge.set(_MERGE_OUT, out.data_ptr())
         merge.set(_MERGE_DTYPE, dtype)
         merge.set(_MERGE_LSE, lse.data_ptr())
+        merge.set(_MERGE_OTHER_OUT, 0)
+        merge.set(_MERGE_OTHER_LSE, 0)
+        if elsewhere is not None:
+            other_out, other_lse = (
+                elsewhere.out.to(q.dtype).contiguous(),
+                elsewhere.lse.contiguous(),
+            )
+            merge.set(_MERGE_OTHER_OUT, other_out.data_ptr())
+            merge.set(_MERGE_OTHER_LSE, other_lse.data_ptr())
         merge.call(stream)
         if mass is not None and mass.numel():
             self._make_normalise(mass, lse).call(stream)
@@ -366,14 +378,21 @@ class CudaDecode:
             None,
             0,
             None,
+            None,
+            None,
         ]
         return Launch(function, (units, 1), arguments, overlaps=True)
+
+    @cached_property
+    def _entry_rows(self) -> torch.Tensor:
+        """int32 [entries]: made when page mass is first asked for, as it may be long."""
+        return upload(entry_rows(self._table), torch.int32, self._device)
 
     def _make_normalise(self, mass: torch.Tensor, lse: torch.Tensor) -> Launch:
         function = mass_variant(self._geometry).load("normalise_mass", self._device)
         arguments: list[Argument] = [
             mass,
-            self._address["entry_rows"],
+            self._entry_rows,
             lse,
             self._num_entries,
             self._num_heads,

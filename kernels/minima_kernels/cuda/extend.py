@@ -1,10 +1,10 @@
-"""Extend attention on a GPU: few new tokens through the decode kernels, many over expanded tiles.
+"""Extend attention on a GPU: through the decode kernels, or over expanded tiles.
 
-The cached pages of requests with few new tokens are read by the decode kernels, all requests at
-once (``stacked.py``). Those of others are expanded, a few thousand tokens at a time, into a bounded
-scratch of the queries' dtype that torch's flash attention attends to; tile bounds depend on
-positions alone, as on the other routes. FlashInfer or torch attends causally to the new tokens, and
-the parts merge by their log-sum-exp.
+Cached pages of formats that have a cohort kernel are read by the decode kernels, for all requests
+at once (``stacked.py``). Others, of requests with many new tokens, are expanded, a few thousand
+tokens at a time, into a bounded scratch of the queries' dtype that torch's flash attention attends
+to; tile bounds depend on positions alone, as on the other routes. FlashInfer or torch attends
+causally to the new tokens, and the parts merge by their log-sum-exp.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from minima_kernels.attention.decode import DecodePlan, run_decode
 from minima_kernels.attention.merge import State, merge_states
 from minima_kernels.attention.output import AttentionOutput
 from minima_kernels.attention.runs import CachedRun, cached_runs
 from minima_kernels.cuda.library import prefill_reason
 from minima_kernels.cuda.ragged import ragged_prefill
 from minima_kernels.cuda.retier import LayerShares, expand_pages, retier_reason
-from minima_kernels.cuda.stacked import Stacked, plan_stacked
+from minima_kernels.cuda.stacked import plan_stacked
 from minima_kernels.formats import Format
 from minima_kernels.geometry import KVGeometry
 from minima_kernels.rotation import Rotation
@@ -38,9 +39,9 @@ _MAX_HEAD_DIM = 256
 
 
 class CudaExtend(NamedTuple):
-    """Who reads the cached pages of a batch, and how."""
+    """How the cached pages of a batch are read; the rows of ``stacked`` are those of the batch."""
 
-    stacked: Stacked | None
+    stacked: DecodePlan | None
     runs: tuple[CachedRun, ...]
 
 
@@ -186,20 +187,23 @@ def run_cuda_extend(
         new = attend_new(q, k, v, plan.q_indptr, scale)
     routes.count("prefill", "flashinfer" if reason is None else "flash", reason or "")
     work = plan.cuda(q.shape[1])
-    if work.stacked is None and not work.runs:
-        routes.count("extend", "flash")
-        return AttentionOutput(new.out, new.lse, None)
-    total = State(new.out.float(), new.lse)
     if work.stacked is not None:
         routes.count("extend", "stacked")
-        cached = work.stacked.run(q, arena, layer, scale, rotation)
-        total = _merge_rows(total, work.stacked.rows, cached)
-    if work.runs:
+        counters = RouteCounters()  # of decodes, which this is not
+        both = run_decode(
+            work.stacked, q, arena, layer, scale,
+            rotation=rotation, elsewhere=new, routes=counters,
+        )  # fmt: skip
+        new = State(both.out, both.lse)
+    if work.runs or work.stacked is None:
         routes.count("extend", "flash")
-        rotated = q if rotation is None else rotation.forward(q).to(q.dtype)
-        for run in work.runs:
-            cached = _flash_run(plan, run, rotated[run.rows], arena, layer, scale, rotation, routes)
-            total = _merge_rows(total, run.rows, cached)
+    if not work.runs:
+        return AttentionOutput(new.out, new.lse, None)
+    total = State(new.out.float(), new.lse)
+    rotated = q if rotation is None else rotation.forward(q).to(q.dtype)
+    for run in work.runs:
+        cached = _flash_run(plan, run, rotated[run.rows], arena, layer, scale, rotation, routes)
+        total = _merge_rows(total, run.rows, cached)
     return AttentionOutput(total.out.to(q.dtype), total.lse, None)
 
 

@@ -1,20 +1,20 @@
 // Merges the partials of each row and head, per-request and cohort ones of all formats together:
 //   m = max m_j,  l = sum 2^(m_j - m) l_j,  out = sum 2^(m_j - m) O_j / l
-// and turns the result back where the queries were not given rotated. Partials below `num_floats` are sums in
+// turns the result back where the queries were not given rotated, and merges it with attention of the same row to
+// tokens elsewhere, where that is given. Partials below `num_floats` are sums in
 // 32 bits; those from there on are cohort rows, divided by their l and by the unit of their 64 rows, in 16 bits
 // and the order that cohort_decode.cu writes. unit = row * query heads + head.
 // Macros: HEAD_DIM, SPLIT (groups of threads that share out the partials of a row and head).
-#include <cuda_bf16.h>
-
-#include "common.cuh"
+#include "channels.cuh"
 
 constexpr int LANES = HEAD_DIM / 4, THREADS = LANES * SPLIT;  // four channels of a partial at once
+constexpr float LOG2_E = 1.44269504089f;
 static_assert(THREADS >= HEAD_DIM && SPLIT <= 32, "a thread per channel in the end");
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     merge(const float* part_o, const __half* part_rows, const float* part_unit, const float2* part_ml, int num_floats,
           const int* unit_start, const int* unit_partials, int rotate, const float* signs, void* out, int dtype,
-          float* lse) {
+          float* lse, const void* other_out, const float* other_lse) {
   __shared__ float sums[SPLIT][HEAD_DIM];
   const int unit = blockIdx.x, d = threadIdx.x, y = d / LANES, c = d % LANES, lane = d & 31;
   // A cohort's places 4 c to 4 c + 3 hold this channel, the next one, and both plus 8.
@@ -82,10 +82,17 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (signs) v *= signs[d];
   }
   const size_t at = (size_t)unit * HEAD_DIM + d;
+  float size = L > 0.f ? M + log2f(L) : NO_SCORE;  // log2 of the sum of exp
+  if (other_out) {
+    const float other_size = fmaxf(other_lse[unit] * LOG2_E, NO_SCORE), top = fmaxf(size, other_size);
+    const float ours = exp2f(size - top), theirs = exp2f(other_size - top);
+    v = (v * ours + load_value(other_out, at, dtype) * theirs) / (ours + theirs);
+    size = top + log2f(ours + theirs);
+  }
   if (dtype == 0) static_cast<float*>(out)[at] = v;
   else if (dtype == 1) static_cast<__half*>(out)[at] = __float2half(v);
   else static_cast<__nv_bfloat16*>(out)[at] = __float2bfloat16(v);
-  if (d == 0) lse[unit] = L > 0.f ? (M + log2f(L)) * 0.69314718056f : -INFINITY;
+  if (d == 0) lse[unit] = size > 0.5f * NO_SCORE ? size / LOG2_E : -INFINITY;
 }
 
 // Page mass from log2 of each page's sum: its share of the whole row. One thread per entry and head.
@@ -95,5 +102,5 @@ extern "C" __global__ void __launch_bounds__(256)
   const int i = blockIdx.x * 256 + threadIdx.x;
   if (i >= num_entries * num_heads) return;
   const int row = entry_rows[i / num_heads];
-  mass[i] = exp2f(mass[i] - lse[row * num_heads + i % num_heads] * 1.44269504089f);
+  mass[i] = exp2f(mass[i] - lse[row * num_heads + i % num_heads] * LOG2_E);
 }
