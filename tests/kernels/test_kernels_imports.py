@@ -14,9 +14,11 @@ class Blocker:
             raise ImportError(f"{name} is out of bounds")
 
 sys.meta_path.insert(0, Blocker())
-import pkgutil, importlib, minima_kernels
+import importlib.util, pkgutil, minima_kernels
+HAS_TILELANG = importlib.util.find_spec("tilelang") is not None
 for module in pkgutil.walk_packages(minima_kernels.__path__, "minima_kernels."):
-    if "._native" not in module.name:
+    is_tile = module.name == "minima_kernels.cuda.tile.append"
+    if "._native" not in module.name and (HAS_TILELANG or not is_tile):
         importlib.import_module(module.name)
 """
 
