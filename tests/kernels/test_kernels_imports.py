@@ -17,7 +17,7 @@ sys.meta_path.insert(0, Blocker())
 import importlib.util, pkgutil, minima_kernels
 HAS_TILELANG = importlib.util.find_spec("tilelang") is not None
 for module in pkgutil.walk_packages(minima_kernels.__path__, "minima_kernels."):
-    is_tile = module.name == "minima_kernels.cuda.tile.append"
+    is_tile = ".cuda.tile." in module.name
     if "._native" not in module.name and (HAS_TILELANG or not is_tile):
         importlib.import_module(module.name)
 """
