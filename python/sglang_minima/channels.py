@@ -5,6 +5,7 @@ The receiving end binds, the sending ends connect; messages are MessagePack (see
 
 from __future__ import annotations
 
+import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,9 +29,21 @@ class Addresses:
 
     @classmethod
     def create(cls) -> Addresses:
-        """New ipc endpoints in a private temporary directory (removed by `Engine`/the server)."""
+        """New ipc endpoints in a private temporary directory (removed by `Engine`/the server).
+
+        Raises:
+            OSError: no temporary directory can be written.
+            ValueError: its name is longer than sockets take.
+        """
         directory = tempfile.mkdtemp(prefix="sglang_minima_")
         base = Path(directory)
+        longest = len(os.fsencode(base / "detokenizer"))
+        if longest > zmq.IPC_PATH_MAX_LEN:
+            base.rmdir()
+            raise ValueError(
+                f"the temporary folder {base.parent} is too long a name for sockets by "
+                f"{longest - zmq.IPC_PATH_MAX_LEN} bytes"
+            )
         return cls(
             directory,
             f"ipc://{base / 'scheduler'}",

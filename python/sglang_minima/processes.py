@@ -35,9 +35,12 @@ logger = logging.getLogger(__name__)
 SCHEDULER = "sglang_minima.scheduler.process:run_scheduler"
 DETOKENIZER = "sglang_minima.tokenization.detokenizer:run_detokenizer"
 """Main functions of the children, named so that only the child imports them. They take
-(ServerArgs, Addresses, Connection) and send {"ok": True, "info": {...}} or {"ok": False,
-"error": ...} through the connection once."""
+(ServerArgs, Addresses, Connection), send {"ok": True, "info": {...}} through the connection and
+close it; what they raise before that is reported as {"ok": False, "error": one line}."""
 
+_FORESEEN = (ValueError, OSError, RuntimeError, MemoryError)
+"""What a setting, a file or a machine that a child cannot start with raises: its message is enough.
+Others are ours to find, and a child that serves should not fail at all: those show where."""
 _PR_SET_PDEATHSIG = 1
 _EXIT_SECONDS = 5.0
 
@@ -64,28 +67,39 @@ def configure_logging(level: str) -> None:
 
 
 class ProcessGroup:
-    """The children of one server: started at once, ready after `wait_ready`."""
+    """The children of one server: started at once, ready after `wait_ready`.
+
+    Raises:
+        LaunchError: the system gives no more processes or files, or no temporary folder.
+    """
 
     def __init__(self, args: ServerArgs, mains: dict[str, str]) -> None:
         context = multiprocessing.get_context("spawn")
-        self.addresses = Addresses.create()
+        try:
+            self.addresses = Addresses.create()
+        except (OSError, ValueError) as error:
+            raise LaunchError(f"{one_line(error)}: name a folder with TMPDIR") from None
         self._processes: dict[str, BaseProcess] = {}
         self._pipes: dict[str, Connection] = {}
         atexit.register(self.stop)
         # The death signal follows the *thread* that forked: only the main thread outlives them.
         signalled = threading.current_thread() is threading.main_thread()
         parent = os.getpid() if signalled else None
-        for name, main in mains.items():
-            receiving, sending = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_run_child,
-                args=(main, args, self.addresses, sending, parent),
-                name=f"sglang_minima {name}",
-                daemon=True,
-            )
-            process.start()
-            sending.close()
-            self._processes[name], self._pipes[name] = process, receiving
+        try:
+            for name, main in mains.items():
+                receiving, sending = context.Pipe(duplex=False)
+                process = context.Process(
+                    target=_run_child,
+                    args=(main, args, self.addresses, sending, parent),
+                    name=f"sglang_minima {name}",
+                    daemon=True,
+                )
+                process.start()
+                sending.close()
+                self._processes[name], self._pipes[name] = process, receiving
+        except OSError as error:
+            self.stop()
+            raise LaunchError(f"the server's processes cannot start: {error.strerror}") from None
 
     def wait_ready(self) -> dict[str, Any]:
         """Waits for all children; returns what they say about themselves.
@@ -162,10 +176,13 @@ def load_tokenizer(args: ServerArgs) -> Tokenizer:
     Raises:
         LaunchError: it cannot be loaded.
     """
+    from sglang_minima.models.errors import ModelLoadError
     from sglang_minima.tokenization.tokenizer import Tokenizer
 
     try:
         return Tokenizer.load(args.tokenizer_path or str(args.model_path), args.chat_template)
+    except ModelLoadError as error:
+        raise LaunchError(one_line(error)) from None
     except (OSError, ValueError, RuntimeError) as error:
         raise LaunchError(f"the tokenizer cannot be loaded: {one_line(error)}") from None
 
@@ -205,8 +222,12 @@ def _run_child(
         module, _, function = main.partition(":")
         getattr(importlib.import_module(module), function)(args, addresses, ready)
     except Exception as error:
-        logger.exception("a server process failed")
-        _report_failure(ready, one_line(error))
+        if ready.closed or not isinstance(error, _FORESEEN):
+            logger.exception("a server process failed")
+        else:
+            logger.debug("a server process cannot start", exc_info=True)
+        if not ready.closed:
+            _report_failure(ready, one_line(error))
         sys.exit(1)
 
 

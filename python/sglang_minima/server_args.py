@@ -203,13 +203,16 @@ class ServerArgs:
             ("decode_log_interval", 1, 1 << 30),
             ("log_requests_level", 0, 3),
             ("max_queued_requests", 1, 1 << 30),
+            # More threads than machines have end a process when they cannot be made.
+            ("cpu_threads", 1, 1024),
         ):
-            if not low <= getattr(self, name) <= high:
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
                 raise ArgumentError(f"{flag_name(name)} must be in [{low}, {high}]")
         chunk = self.chunked_prefill_size
         if chunk is not None and chunk != -1 and chunk < 1:
             raise ArgumentError("--chunked-prefill-size must be positive, or -1 for no limit")
-        for name in ("context_length", "kv_cache_memory", "max_total_tokens", "cpu_threads"):
+        for name in ("context_length", "kv_cache_memory", "max_total_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ArgumentError(f"{flag_name(name)} must be positive")

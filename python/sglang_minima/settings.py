@@ -14,6 +14,8 @@ class ArgumentError(ValueError):
     """A setting, or a combination of settings, that the server cannot run with."""
 
 
+_LARGEST_SIZE = 1 << 62
+
 GROUPS = {
     "model": "what runs, and where",
     "server": "who may connect, and what is logged",
@@ -111,9 +113,12 @@ def parse_size(text: str) -> int:
     """ "32k" -> 32768, "2g" -> 2147483648, "512" -> 512, "-1" -> -1 (binary multiples).
 
     Raises:
-        ArgumentError: not a number.
+        ArgumentError: not a number, or none that any machine has.
     """
     match = re.fullmatch(r"(-?\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
     if match is None:
         raise ArgumentError(f"{text!r} is not a number such as 512, 32k or 2g")
-    return int(float(match[1]) * 1024 ** " kmgt".index(match[2] or " "))
+    value = float(match[1]) * 1024 ** " kmgt".index(match[2] or " ")
+    if abs(value) > _LARGEST_SIZE:
+        raise ArgumentError(f"{text[:20]!r} is too large a number")
+    return int(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -55,6 +56,19 @@ def test_missing_extension_is_told(
         library.native_library.cache_clear()
 
 
+def test_a_damaged_extension_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    damaged = tmp_path / "_native.abi3.so"
+    damaged.write_bytes(b"\x7fELF")
+    library.native_library.cache_clear()
+    monkeypatch.setattr(library.Path, "glob", lambda *_: iter([damaged]))
+    try:
+        with pytest.raises(RuntimeError, match=r"_native.abi3.so are damaged .*build them again"):
+            current_level()
+    finally:
+        monkeypatch.undo()
+        library.native_library.cache_clear()
+
+
 def test_levels(level: str) -> None:
     assert current_level() == level
 
@@ -63,6 +77,16 @@ def test_unknown_level() -> None:
     with pytest.raises(ValueError, match="no level 'mmx'"):
         force_level("mmx")
     assert current_level() == available_levels()[-1]
+
+
+def test_an_unknown_level_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(library.LEVEL_VARIABLE, "mmx")
+    library.native_library.cache_clear()
+    try:
+        with pytest.raises(ValueError, match=r"^MINIMA_CPU_LEVEL: .*no level 'mmx'.*avx2"):
+            current_level()
+    finally:
+        library.native_library.cache_clear()
 
 
 def test_level_of_the_environment() -> None:

@@ -45,6 +45,12 @@ def test_shards_equal_one_file(tmp_path: Path) -> None:
 
 def test_missing_shard(tmp_path: Path) -> None:
     save_reference("qwen2", tmp_path, max_shard_size="40KB")
+    index = tmp_path / "model.safetensors.index.json"
+    text = index.read_text()
+    index.write_text(json.dumps({"weight_map": {"a": 5}}))
+    with pytest.raises(ModelLoadError, match="a shard whose name is no text"):
+        load_model(tmp_path, torch.float32)
+    index.write_text(text)
     next(tmp_path.glob("model-*.safetensors")).unlink()
     with pytest.raises(ModelLoadError, match="lacks the shard"):
         load_model(tmp_path, torch.float32)

@@ -67,6 +67,13 @@ def test_values_sizes_and_switches() -> None:
         (["--port", "x"], "argument --port: invalid int value: 'x'"),
         (["--log-requests=maybe"], "argument --log-requests: 'maybe' is neither true nor false"),
         (["--kv-cache-memory", "2x"], "--kv-cache-memory: '2x' is not a number such as 512, 32k"),
+        (
+            ["--kv-cache-memory", "9" * 400],
+            "'99999999999999999999' is too large a number",
+        ),
+        (["--context-length", "9" * 20], "--context-length: '99999999999999999999' is too large"),
+        (["--cpu-threads", "100000"], "--cpu-threads must be in [1, 1024]"),
+        (["--cpu-threads", "0"], "--cpu-threads must be in [1, 1024]"),
         (["--port", "70000"], "--port must be in [0, 65535]"),
         (["--max-total-tokens", "1", "--kv-cache-memory", "1"], "exclude each other"),
     ],

@@ -32,7 +32,7 @@ def native_library() -> ctypes.CDLL | None:
     """The extension, or ``None`` where it was not built; that is logged, once.
 
     Raises:
-        RuntimeError: the extension was built from other sources than these.
+        RuntimeError: the extension is damaged, or was built from other sources than these.
         ValueError: ``MINIMA_CPU_LEVEL`` names a level that this machine lacks.
     """
     files = sorted(Path(__file__).parent.glob("_native*.so"))
@@ -43,17 +43,21 @@ def native_library() -> ctypes.CDLL | None:
             "`python setup.py build_ext --inplace`."
         )
         return None
-    native = ctypes.CDLL(str(files[-1]))
     try:
+        native = ctypes.CDLL(str(files[-1]))
         _declare(native)
-    except AttributeError as error:
+    except (OSError, AttributeError) as error:
+        fault = "are damaged" if isinstance(error, OSError) else "were built from other sources"
         raise RuntimeError(
-            f"the native CPU kernels in {files[-1].name} were built from other sources ({error}): "
-            "build them again with `python setup.py build_ext --inplace`"
+            f"the native CPU kernels in {files[-1].name} {fault} ({error}): build them again with "
+            "`python setup.py build_ext --inplace`"
         ) from None
     level = os.environ.get(LEVEL_VARIABLE)
     if level:
-        _force(native, level)
+        try:
+            _force(native, level)
+        except ValueError as error:
+            raise ValueError(f"{LEVEL_VARIABLE}: {error}") from None
     return native
 
 
@@ -86,7 +90,9 @@ def force_level(level: str | None) -> None:
 
 def _force(native: ctypes.CDLL, level: str) -> None:
     if not native.minima_force_level(level.encode()):
-        raise ValueError(f"this machine has no level {level!r} of native kernels")
+        raise ValueError(
+            f"this machine has no level {level!r} of native kernels (levels: {', '.join(LEVELS)})"
+        )
 
 
 def _declare(native: ctypes.CDLL) -> None:

@@ -13,6 +13,11 @@ from sglang_minima.models.rope import RopeScaling, read_rope, scaled_max_positio
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
+_COUNTS = (
+    *("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"),
+    *("intermediate_size", "max_position"),
+)
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -96,7 +101,7 @@ class ModelConfig:
         default_head_dim = 128 if architecture.startswith("Qwen3") else hidden_size // num_heads
         theta, scaling = read_rope(config)
         bos = config.get("bos_token_id")
-        return cls(
+        loaded = cls(
             architecture=architecture,
             model_type=str(config.get("model_type", "")),
             vocab_size=int(config["vocab_size"]),
@@ -119,6 +124,10 @@ class ModelConfig:
             eos_token_ids=_ids(config.get("eos_token_id")) | _ids(generation.get("eos_token_id")),
             checkpoint_dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
         )
+        for name in _COUNTS:
+            if getattr(loaded, name) < 1:
+                raise ModelLoadError(f"config.json: {name} must be positive.")
+        return loaded
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

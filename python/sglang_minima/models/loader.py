@@ -153,6 +153,8 @@ def _weight_files(path: Path) -> list[Path]:
         weight_map = read_json_object(path / _INDEX).get("weight_map")
         if not isinstance(weight_map, dict):
             raise ModelLoadError(f"{path / _INDEX} has no weight_map.")
+        if not all(isinstance(name, str) for name in weight_map.values()):
+            raise ModelLoadError(f"{path / _INDEX} has a shard whose name is no text.")
         files = [path / name for name in sorted(set(weight_map.values()))]
         for file in files:
             if not file.exists():

@@ -38,7 +38,10 @@ def resolve_model_path(model_path: str | None, download: bool = False) -> Path:
                 raise ModelLoadError(EMBEDDED_MODEL_HELP)
             gguf = download_embedded_model(lambda line: print(line, file=sys.stderr, flush=True))
         return converted_gguf(gguf, identity=SHA256, check=check_embedded_model)
-    path = Path(model_path).expanduser()
+    try:
+        path = Path(model_path).expanduser()
+    except RuntimeError as error:
+        raise ModelLoadError(f"{model_path}: {error}") from None
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelLoadError(f"{path} has no config.json.")

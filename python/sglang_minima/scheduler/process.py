@@ -260,18 +260,14 @@ def _wake(address: str) -> None:
 
 
 def run_scheduler(args: ServerArgs, addresses: Addresses, ready: Connection) -> None:
-    """Entry point of the scheduler process.
+    """Entry point of the scheduler process; sends {"ok": True, "info": ...} through `ready` once it
+    can serve.
 
-    Sends one dict through `ready`: {"ok": True, "info": ...} once it can serve, or
-    {"ok": False, "error": one sentence} when it cannot be built.
+    Raises:
+        ArgumentError, ModelLoadError and others: it cannot be built.
     """
     keep_freed_memory()
-    try:
-        process = SchedulerProcess(args, addresses)
-    except (ValueError, OSError, RuntimeError) as error:
-        logger.debug("the scheduler cannot start", exc_info=True)
-        ready.send({"ok": False, "error": str(error) or type(error).__name__})
-        return
+    process = SchedulerProcess(args, addresses)
     ready.send({"ok": True, "info": process.static_info()})
     ready.close()
     process.serve()

@@ -117,6 +117,7 @@ def run_detokenizer(args: ServerArgs, addresses: Addresses, ready: Connection) -
     receiver: Receiver[TokenBatch] = Receiver(addresses.detokenizer, TokenBatch)
     sender = Sender(addresses.frontend)
     ready.send({"ok": True, "info": {}})
+    ready.close()
     while True:
         batch = receiver.receive(timeout=None)
         if batch is not None:

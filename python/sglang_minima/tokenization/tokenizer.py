@@ -30,6 +30,9 @@ _RESERVED = frozenset(
     }
 )
 
+# A template is a program: on messages it did not expect it can fail in any of these ways.
+_REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
+
 
 def _byte_symbols() -> dict[str, int]:
     """Symbol -> byte of byte-level vocabularies (GPT-2's table): printable bytes stand for
@@ -76,7 +79,8 @@ class Tokenizer:
             chat_template: replaces the model's; the path of a Jinja file, or a template itself.
 
         Raises:
-            ModelLoadError: no tokenizer.json, or one that cannot be read.
+            ModelLoadError: no tokenizer.json, one that cannot be read, or a template that is given
+                and no Jinja.
         """
         path = Path(path)
         config = ModelConfig.load(path)
@@ -89,6 +93,7 @@ class Tokenizer:
             raise ModelLoadError(f"The tokenizer in {path} cannot be read: {error}.") from None
         if chat_template is not None:
             inner.chat_template = _read_template(chat_template)
+            _check_syntax(inner)
         return cls(inner, config)
 
     @property
@@ -208,8 +213,7 @@ class Tokenizer:
                 tokenize=False,
                 **kwargs,
             )
-        # A template is a program: on messages it did not expect it can fail in any of these ways.
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        except _REFUSALS as error:
             raise ValueError(f"the chat template refuses these messages: {error}") from None
         return self.encode(str(text), add_special_tokens=False)
 
@@ -257,5 +261,17 @@ def _read_template(template: str) -> str:
         return template
     try:
         return Path(template).expanduser().read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise ModelLoadError(f"The chat template {template} cannot be read: {error}.") from None
+
+
+def _check_syntax(inner: PreTrainedTokenizerFast) -> None:
+    """Compiles the chat template, which would otherwise fail at the first chat."""
+    try:
+        inner.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
+    except jinja2.TemplateSyntaxError as error:
+        raise ModelLoadError(
+            f"The chat template cannot be read: {error.message} (line {error.lineno})."
+        ) from None
+    except _REFUSALS:
+        return  # it is a template; which messages it takes is for requests to find
