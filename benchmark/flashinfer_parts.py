@@ -129,7 +129,7 @@ def causal(name: str, case: str, rounds: int) -> dict[str, Any]:
     reason = library.prefill_reason(DEVICE, torch.bfloat16, heads, kv_heads, dim)
     if reason is not None:
         return row("causal", f"{name}, {case}", by_torch, None, note=reason)
-    kernel, step = RaggedPrefill(DEVICE), object()
+    kernel, step = RaggedPrefill(DEVICE, dim), object()
     found = 1e3 * time_events(lambda: kernel.attend(step, *tensors, indptr, scale), rounds)
     plans = 1e3 * time_events(lambda: kernel.attend(object(), *tensors, indptr, scale), rounds)
     note = f"planned each time: {plans:.0f} µs"

@@ -112,7 +112,7 @@ def test_causal_attention(dim: int, dtype: torch.dtype) -> None:
     rows = torch.randn(700, heads + 2 * kv_heads, dim, dtype=dtype, device=DEVICE)
     q, k, v = rows.split((heads, kv_heads, kv_heads), dim=1)
     q, k, scale = q.contiguous(), k.contiguous(), dim**-0.5
-    prefill = RaggedPrefill(DEVICE)
+    prefill = RaggedPrefill(DEVICE, dim)
     step = object()
     found = prefill.attend(step, q, k, v, q_indptr, scale)
     out, lse = reference(q, k, v, q_indptr, scale)

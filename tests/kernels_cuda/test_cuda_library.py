@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from minima_kernels.cuda import library
+from minima_kernels.cuda.ragged import HEAD_DIMS, backend
 
 GPU = torch.device("cuda", 0)
 SHAPE = (32, 8, 128)
@@ -120,3 +121,9 @@ def _on_cpu(make: Any) -> Any:
         return make(*arguments, **named)
 
     return made
+
+
+def test_the_kernel_with_a_race_is_not_used() -> None:
+    """FlashAttention-3 of FlashInfer 0.7.4 at head dim 256."""
+    assert [backend((9, 0), dim) for dim in HEAD_DIMS] == ["fa3", "fa3", "fa2"]
+    assert backend((8, 0), 128) == backend((10, 0), 128) == "fa2"

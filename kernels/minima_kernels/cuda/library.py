@@ -115,7 +115,7 @@ def _prefill_reason(
     def run(library: Any) -> None:
         q = torch.ones(2, heads, head_dim, dtype=dtype, device=device)
         k = torch.ones(2, kv_heads, head_dim, dtype=dtype, device=device)
-        RaggedPrefill(device).attend(run, q, k, k, (0, 2), 1.0)
+        RaggedPrefill(device, head_dim).attend(run, q, k, k, (0, 2), 1.0)
 
     if head_dim not in HEAD_DIMS:
         return f"head dim {head_dim}"

@@ -16,17 +16,30 @@ HEAD_DIMS = (64, 128, 256)
 _WORKSPACE_BYTES = 1 << 20  # partials of split keys would need more; nothing is split here
 
 
+def backend(capability: tuple[int, int], head_dim: int) -> str:
+    """FlashAttention-3 on Hopper, FlashAttention-2 elsewhere and at head dim 256.
+
+    There the library's (0.7.4) FlashAttention-3 has a race: one warp says for all of a thread block
+    that outputs have left shared memory, and values of the next tile are copied over what the
+    others still read. Up to head dim 128 warps wait for each other before. Seen as rows of NaN
+    under compute-sanitizer.
+    """
+    return "fa3" if capability[0] == 9 and head_dim <= 128 else "fa2"
+
+
 class RaggedPrefill:
-    """A planned kernel: FlashAttention-3 on Hopper, FlashAttention-2 elsewhere.
+    """A planned kernel for one head dim; see ``backend``.
 
     Keys are not split among thread blocks: a row's bits do not depend on the batch around it.
+    (FlashAttention-2 chooses tiles of rows by their average number, in which sums may differ.)
     """
 
-    def __init__(self, device: torch.device) -> None:
-        major, _ = torch.cuda.get_device_capability(device)
+    def __init__(self, device: torch.device, head_dim: int) -> None:
         workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._wrapper = package().prefill.BatchPrefillWithRaggedKVCacheWrapper(
-            workspace, "NHD", backend="fa3" if major == 9 else "fa2"
+            workspace,
+            "NHD",
+            backend=backend(torch.cuda.get_device_capability(device), head_dim),
         )
         self._planned: tuple[object, ...] = ()
         self._copied = torch.cuda.Event()
@@ -81,6 +94,6 @@ class RaggedPrefill:
 
 
 @cache
-def ragged_prefill(device: torch.device) -> RaggedPrefill:
+def ragged_prefill(device: torch.device, head_dim: int) -> RaggedPrefill:
     """The one of a device: its buffers are used again by every step."""
-    return RaggedPrefill(device)
+    return RaggedPrefill(device, head_dim)
