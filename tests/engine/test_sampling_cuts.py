@@ -90,6 +90,7 @@ def short_pieces() -> Iterator[None]:
     """Rows in pieces, as on a GPU, which short ones and those of a CPU are not."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wide_rows, "PIECE", 4)
+        patch.setattr(wide_rows, "FEW_ROWS", 1)
         patch.setattr(wide_rows, "_is_cut", lambda values, piece: True)
         yield
 

@@ -1,7 +1,8 @@
 """Sums and selections along rows as wide as a vocabulary, spread over a whole GPU.
 
 torch gives a row to a thread block or a few; in pieces it keeps many busy. The values are integers,
-so pieces change no bit. On a CPU a row stays whole.
+so pieces change no bit. On a CPU a row stays whole, and so do sums of few rows: there the host
+that launches more kernels takes longer than the GPU gains.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ import torch
 from torch.nn.functional import pad
 
 PIECE = 1024
+FEW_ROWS = 8
 _LARGEST = (2**31 - 1) << 32  # `pad` takes a float64, which this is exactly
 
 
 def running_sum(values: torch.Tensor) -> torch.Tensor:
     """Cumulative sums of int64 [n, width] along the rows."""
-    if not _is_cut(values, PIECE):
+    if not _is_summed_in_pieces(values):
         return values.cumsum(-1)
     pieces = _cut(values, PIECE, 0).cumsum(-1)
     ends = pieces[..., -1]
@@ -33,7 +35,7 @@ def pick(weights: torch.Tensor, point: torch.Tensor) -> torch.Tensor:
     Returns:
         int64 [n].
     """
-    if not _is_cut(weights, PIECE):
+    if not _is_summed_in_pieces(weights):
         summed = weights.cumsum(-1)
         return _first_above(summed, _target(summed, point))[:, 0]
     pieces = _cut(weights, PIECE, 0)
@@ -63,6 +65,10 @@ def _target(summed: torch.Tensor, point: torch.Tensor) -> torch.Tensor:
 
 def _first_above(summed: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return torch.searchsorted(summed, target, right=True)
+
+
+def _is_summed_in_pieces(values: torch.Tensor) -> bool:
+    return len(values) >= FEW_ROWS and _is_cut(values, PIECE)
 
 
 def _is_cut(values: torch.Tensor, piece: int) -> bool:
