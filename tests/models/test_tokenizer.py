@@ -178,8 +178,10 @@ def test_template_override(directory: Path, tmp_path: Path) -> None:
     assert rendered(Tokenizer.load(directory, str(tmp_path / "t.jinja")), messages) == "hello!"
     with pytest.raises(ModelLoadError, match=r"chat template .* cannot be read"):
         Tokenizer.load(directory, str(tmp_path / "missing.jinja"))
+    with pytest.raises(ModelLoadError, match="chat template cannot be read"):
+        Tokenizer.load(directory, "{{ messages[0].content")
     with pytest.raises(ValueError, match="refuses"):
-        Tokenizer.load(directory, "{{ messages[0].content").apply_chat_template(messages)
+        Tokenizer.load(directory, "{{ messages[9].content }}").apply_chat_template(messages)
 
 
 def test_template_cannot_reach_the_machine(directory: Path) -> None:
