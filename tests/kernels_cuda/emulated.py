@@ -12,16 +12,22 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from kernel_pages import Pages
 
+from minima_kernels import Segment
+from minima_kernels.arena import scatter
 from minima_kernels.cuda import compiler
 from minima_kernels.cuda.driver import Function, Launch
+from minima_kernels.cuda.order import fragment_order, supports
 from minima_kernels.cuda.variants import Variant
+from minima_kernels.formats import TQ
 
 _FOLDER = Path(__file__).parent / "emulator"
 _NATIVE = Path(compiler.__file__).parent / "native"
@@ -94,6 +100,23 @@ def _library(variant: Variant) -> ctypes.CDLL:
     library = ctypes.CDLL(str(target))
     library.emulator_error.restype = ctypes.c_char_p
     return library
+
+
+def in_fragment_order(pages: Pages, segments: Sequence[Segment]) -> torch.Tensor:
+    """A copy of the arena with TQ pages in the order of the kernels."""
+    geometry, arena = pages.geometry, pages.arena.clone()
+    for segment in segments:
+        kind = pages.kinds[segment.kind_index]
+        addresses = torch.as_tensor(segment.addresses)
+        for layer, format_ in enumerate(kind.formats):
+            if not supports(format_, geometry):
+                continue
+            assert isinstance(format_, TQ)
+            offset, size = kind.layer_offset(layer, geometry), format_.layer_bytes(geometry)
+            data = torch.stack([pages.arena[a * 128 + offset :][:size] for a in addresses.tolist()])
+            moved = fragment_order(format_, geometry).from_canonical(data)
+            scatter(arena, addresses, offset, moved)
+    return arena
 
 
 class Emulated(NamedTuple):

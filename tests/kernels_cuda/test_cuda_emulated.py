@@ -6,18 +6,15 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from emulated import Emulation, skip_unless_possible
+from emulated import Emulation, in_fragment_order, skip_unless_possible
 from kernel_pages import Pages, relative_error
 
 from minima_kernels import KVGeometry, Rotation, Segment, merge_states
-from minima_kernels.arena import scatter
 from minima_kernels.attention import State
 from minima_kernels.attention.segments import check_segments
 from minima_kernels.cuda import work
 from minima_kernels.cuda.decode import CudaDecode
-from minima_kernels.cuda.order import fragment_order, supports
 from minima_kernels.cuda.plan import entry_rows
-from minima_kernels.formats import TQ
 
 LIMITS = {15: 5e-4, 8: 2.5e-2}
 
@@ -32,22 +29,6 @@ def short_cohorts(monkeypatch: pytest.MonkeyPatch) -> None:
 def emulation(monkeypatch: pytest.MonkeyPatch) -> Emulation:
     skip_unless_possible()
     return Emulation(monkeypatch)
-
-
-def in_fragment_order(pages: Pages, segments: Sequence[Segment]) -> torch.Tensor:
-    geometry, arena = pages.geometry, pages.arena.clone()
-    for segment in segments:
-        kind = pages.kinds[segment.kind_index]
-        addresses = torch.as_tensor(segment.addresses)
-        for layer, format_ in enumerate(kind.formats):
-            if not supports(format_, geometry):
-                continue
-            assert isinstance(format_, TQ)
-            offset, size = kind.layer_offset(layer, geometry), format_.layer_bytes(geometry)
-            data = torch.stack([pages.arena[a * 128 + offset :][:size] for a in addresses.tolist()])
-            moved = fragment_order(format_, geometry).from_canonical(data)
-            scatter(arena, addresses, offset, moved)
-    return arena
 
 
 def check(

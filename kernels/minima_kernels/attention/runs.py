@@ -52,7 +52,7 @@ def cached_runs(
             runs.append(CachedRun(tuple(tiles), rows))
             tiles.clear()
 
-    for segment in join_segments(segments, geometry):
+    for segment in _join(segments, geometry):
         if readers is None or not np.array_equal(readers, segment.readers):
             close()
             readers = segment.readers
@@ -63,7 +63,7 @@ def cached_runs(
     return tuple(runs)
 
 
-def join_segments(segments: Sequence[CheckedSegment], geometry: KVGeometry) -> list[CheckedSegment]:
+def _join(segments: Sequence[CheckedSegment], geometry: KVGeometry) -> list[CheckedSegment]:
     """Segments, neighbours of one kind and the same readers joined."""
     joined: list[CheckedSegment] = []
     for segment in segments:

@@ -208,11 +208,12 @@ def cohort_partials(
     """The partials of items: ``first_partial + slot * 64 + row`` of each slot's 64 rows."""
     data = items.items.astype(np.int64)
     consumer = np.arange(_CONSUMERS)
-    block = data[:, None, 0] + consumer % (data[:, None, 5] & 255)
-    slot = data[:, None, 3] + consumer
-    place = rows.units[block]
-    partials = first_partial + slot[:, :, None] * ROWS + np.arange(ROWS)
-    row, head = np.divmod(place, group_size)
-    units = row * num_heads + data[:, None, None, 4] * group_size + head
-    is_used = place >= 0
+    block = (data[:, None, 0] + consumer % (data[:, None, 5] & 255)).ravel()
+    slot = (data[:, None, 3] + consumer).ravel()
+    head = np.repeat(data[:, 4], _CONSUMERS)
+    # Of blocks, which are far fewer than slots: the units of KV head 0.
+    row, within = np.divmod(rows.units, group_size)
+    units = (row * num_heads + within)[block] + head[:, None] * group_size
+    partials = first_partial + slot[:, None] * ROWS + np.arange(ROWS)
+    is_used = rows.units[block] >= 0
     return Partials(units[is_used], partials[is_used])

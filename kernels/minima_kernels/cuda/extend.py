@@ -182,7 +182,10 @@ def run_cuda_extend(
     # Scores do not change under a rotation: the new tokens need none among themselves.
     reason = prefill_reason(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[2])
     if reason is None and q.shape[0]:
-        new = ragged_prefill(q.device, q.shape[2]).attend(plan, q, k, v, plan.q_indptr, scale)
+        # The step is the list: the plan holds device memory, and must not be kept by the kernel.
+        new = ragged_prefill(q.device, q.shape[2]).attend(
+            plan.q_indptr, q, k, v, plan.q_indptr, scale
+        )
     else:
         new = attend_new(q, k, v, plan.q_indptr, scale)
     routes.count("prefill", "flashinfer" if reason is None else "flash", reason or "")

@@ -7,14 +7,13 @@ that many rows read is unpacked once for all of them (``cohort_plan.py``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from minima_kernels.attention.decode import DecodePlan, plan_decode
 from minima_kernels.attention.plan import CheckedSegment, Int64Array
-from minima_kernels.attention.runs import join_segments
 from minima_kernels.attention.segments import ranges, tabulate
 from minima_kernels.cuda.plan import BoolArray, head_blocks, rows_per_tile
 from minima_kernels.cuda.route import decode_reason, group_reason
@@ -42,7 +41,7 @@ def plan_stacked(
 ) -> tuple[DecodePlan | None, Sequence[CheckedSegment]]:
     """A decode plan over all rows of the batch, in which those of the requests that the decode
     kernels take read their pages, and what the other requests read."""
-    segments = join_segments(plan.segments, plan.geometry)
+    segments = plan.segments
     group_size = num_heads // plan.geometry.num_kv_heads
     if stacked_reason(plan, group_size) is not None:
         return None, segments
@@ -60,8 +59,31 @@ def plan_stacked(
             others.append(segment._replace(readers=segment.readers[~chosen]))
     if not ours:
         return None, others
+    table = tabulate(_gather(ours, plan.geometry.page_size))
     num_rows = plan.q_indptr[-1]
-    return plan_decode(tabulate(ours), num_rows, plan.kinds, plan.geometry, plan.device), others
+    return plan_decode(table, num_rows, plan.kinds, plan.geometry, plan.device), others
+
+
+def _gather(segments: Iterable[CheckedSegment], page_size: int) -> list[CheckedSegment]:
+    """The segments with all whole pages of one kind and the same readers in one of them.
+
+    Their order is of no matter to attention, but each segment leaves a partial of every row. Open
+    pages stand alone: a segment that ends in one would be read tile by tile, whole pages too.
+    """
+    whole: dict[tuple[int, bytes], list[CheckedSegment]] = {}
+    tails: list[CheckedSegment] = []
+    for segment in segments:
+        if segment.last_page_len < page_size:
+            tails.append(segment._replace(addresses=segment.addresses[-1:]))
+            segment = segment._replace(addresses=segment.addresses[:-1], last_page_len=page_size)
+        if len(segment.addresses):
+            key = segment.kind_index, segment.readers.tobytes()
+            whole.setdefault(key, []).append(segment)
+    gathered = [
+        parts[0]._replace(addresses=np.concatenate([part.addresses for part in parts]))
+        for parts in whole.values()
+    ]
+    return gathered + tails
 
 
 def _is_stacked(
