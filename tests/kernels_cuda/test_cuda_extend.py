@@ -206,8 +206,8 @@ def test_the_kernels_of_new_tokens_keep_no_plan(monkeypatch: pytest.MonkeyPatch)
 def test_emulated_kernels(
     group_size: int, stacked_rows: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prefix of all and some of few, formats that differ by layer, requests without cached pages
-    and without new tokens. (Pages that go to the kernel over rows are not emulated.)"""
+    """A prefix of all and some of few, formats that differ by layer, open pages with few tokens,
+    requests without cached pages and without new tokens."""
     skip_unless_possible()
     emulation = Emulation(monkeypatch)
     monkeypatch.setattr(work, "FP8_RULE", work.FP8_RULE._replace(min_stacked=9, min_saved=0))
@@ -224,9 +224,10 @@ def test_emulated_kernels(
         pages.segment(1, 2, [0, 2, 3, 4]),
         pages.segment(2, 3, [0, 2, 4]),
         pages.segment(0, 1, [1]),
-        pages.segment(1, 1, [0]),
+        pages.segment(1, 2, [0], 1),
         pages.segment(0, 2, [2, 4]),
         pages.segment(0, 9, [4]),
+        pages.segment(1, 1, [4], 33),
     ]
     arena = in_fragment_order(pages, segments)
     plan = plan_extend(segments, [0, 10, 11, 23, 23, 27, 30], pages.kinds, geometry, "cpu")
@@ -234,7 +235,8 @@ def test_emulated_kernels(
         check(
             plan, pages, segments, arena=arena, layer=layer, group_size=group_size, limit=6e-4
         )  # fmt: skip
-    assert {"cohort_decode", "cohort_fp8", "tq_decode", "merge"} <= set(emulation.launched)
+    kernels = "cohort_decode", "cohort_fp8", "tq_decode", "row_decode", "merge"
+    assert set(kernels) <= set(emulation.launched)
 
 
 def test_reasons() -> None:

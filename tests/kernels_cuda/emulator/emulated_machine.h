@@ -101,6 +101,7 @@ inline uint32_t pack_half2(float low, float high) {
   const __half2 h = __floats2half2_rn(low, high);
   return *reinterpret_cast<const uint32_t*>(&h);
 }
+inline uint32_t pack_bf16(float low, float high) { return bits_as<uint32_t>(__floats2bfloat162_rn(low, high)); }
 inline uint32_t halves_of_e4m3(uint32_t pair) {
   return bits_as<uint32_t>(__half2(__nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)pair, __NV_E4M3)));
 }
@@ -114,6 +115,7 @@ inline T load_shared(uint32_t a) {
 }
 inline uint4 load_shared16(uint32_t a) { return load_shared<uint4>(a); }
 inline uint2 load_shared8(uint32_t a) { return load_shared<uint2>(a); }
+inline float load_shared_half(uint32_t a) { return __half2float(bits_as<__half>(load_shared<uint16_t>(a))); }
 inline float4 load_floats(uint32_t a) { return load_shared<float4>(a); }
 inline uint4 load_here(const uint4* p) { return *p; }
 inline int load_int(const int* p) { return *p; }
@@ -176,6 +178,32 @@ inline void mma_f16(float* c, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3
   multiply_fragments(c, a, b, [](uint32_t x, uint32_t y) {
     const float2 f = __half22float2(bits_as<__half2>(x)), g = __half22float2(bits_as<__half2>(y));
     return f.x * g.x + f.y * g.y;
+  });
+}
+inline void mma_bf16(float* c, const uint32_t* a, uint32_t b0, uint32_t b1) {
+  const uint32_t b[2] = {b0, b1};
+  multiply_fragments(c, a, b, [](uint32_t x, uint32_t y) {
+    const float2 f = __bfloat1622float2(bits_as<__nv_bfloat162>(x)), g = __bfloat1622float2(bits_as<__nv_bfloat162>(y));
+    return f.x * g.x + f.y * g.y;
+  });
+}
+// `word(rows)`: what a lane gets of a matrix whose rows begin there.
+template <typename Word>
+inline void load_rows(uint32_t a, uint32_t* r, Word word) {
+  if (a % 16) emulator::fail("misaligned row of a matrix");
+  uint32_t rows[32];
+  memcpy(rows, emulator::exchange(a, "ldmatrix"), sizeof rows);
+  for (int i = 0; i < 4; i++) r[i] = word(rows + 8 * i);
+  emulator::exchange(0, "ldmatrix");  // nobody stores before all have read
+}
+inline void load_matrices(uint32_t a, uint32_t* r) {
+  const int g = emulator::current->lane >> 2, j = emulator::current->lane & 3;
+  load_rows(a, r, [&](const uint32_t* rows) { return load_shared<uint32_t>(rows[g] + 4 * j); });
+}
+inline void load_matrices_transposed(uint32_t a, uint32_t* r) {
+  const int g = emulator::current->lane >> 2, j = emulator::current->lane & 3;
+  load_rows(a, r, [&](const uint32_t* rows) {
+    return load_shared<uint16_t>(rows[2 * j] + 2 * g) | (uint32_t)load_shared<uint16_t>(rows[2 * j + 1] + 2 * g) << 16;
   });
 }
 inline uint32_t transpose8x8(uint32_t a) {

@@ -38,6 +38,11 @@ __device__ __forceinline__ uint32_t pack_half2(float low, float high) {
   asm("cvt.rn.f16x2.f32 %0,%1,%2;" : "=r"(d) : "f"(high), "f"(low));
   return d;
 }
+__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+  uint32_t d;
+  asm("cvt.rn.bf16x2.f32 %0,%1,%2;" : "=r"(d) : "f"(high), "f"(low));
+  return d;
+}
 // Two e4m3 values, in the lower half of `pair`, to two 16-bit floats, exactly.
 __device__ __forceinline__ uint32_t halves_of_e4m3(uint32_t pair) {
   uint32_t d;
@@ -54,6 +59,20 @@ __device__ __forceinline__ uint2 load_shared8(uint32_t a) {
   uint2 v;
   asm volatile("ld.shared.v2.u32 {%0,%1},[%2];" : "=r"(v.x), "=r"(v.y) : "r"(a));
   return v;
+}
+__device__ __forceinline__ float load_shared_half(uint32_t a) {
+  uint16_t h;
+  asm volatile("ld.shared.u16 %0,[%1];" : "=h"(h) : "r"(a));
+  return __half2float(__ushort_as_half(h));
+}
+// Four 8x8 matrices of 16-bit values; lane n gives the address of row n % 8 of matrix n / 8.
+__device__ __forceinline__ void load_matrices(uint32_t a, uint32_t* r) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3},[%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(a));
+}
+__device__ __forceinline__ void load_matrices_transposed(uint32_t a, uint32_t* r) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3},[%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(a));
 }
 // Not to be hoisted out of a loop: that would cost more registers than the loads cost time.
 __device__ __forceinline__ uint4 load_here(const uint4* p) {
@@ -98,6 +117,12 @@ __device__ __forceinline__ void mma_f16(float* c, uint32_t a0, uint32_t a1, uint
       "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void mma_bf16(float* c, const uint32_t* a, uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 // Loaded anew where it is needed, not kept.
 __device__ __forceinline__ int load_int(const int* p) {

@@ -20,38 +20,9 @@ constexpr float LIMIT = 32768.f;
 constexpr int PARTS = PAGE / TOKENS;  // tiles of a page
 static_assert(WARPS == PARTS, "a warp for each quarter of a page");
 
-__device__ __forceinline__ void copy16(uint32_t target, const void* source) {
-  asm volatile("cp.async.cg.shared.global [%0],[%1],16;" ::"r"(target), "l"(source) : "memory");
-}
-__device__ __forceinline__ void store_zero16(uint32_t a) {
-  asm volatile("st.shared.v4.u32 [%0],{%1,%1,%1,%1};" ::"r"(a), "r"(0) : "memory");
-}
-__device__ __forceinline__ float load_shared_half(uint32_t a) {
-  uint16_t h;
-  asm volatile("ld.shared.u16 %0,[%1];" : "=h"(h) : "r"(a));
-  return __half2float(__ushort_as_half(h));
-}
-__device__ __forceinline__ void load_matrices(uint32_t a, uint32_t* r) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3},[%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(a));
-}
-__device__ __forceinline__ void load_matrices_transposed(uint32_t a, uint32_t* r) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3},[%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(a));
-}
 __device__ __forceinline__ void mma(float* c, const uint32_t* a, uint32_t b0, uint32_t b1) {
-  if constexpr (BF16)
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  else
-    mma_f16(c, a[0], a[1], a[2], a[3], b0, b1);
-}
-__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
-  uint32_t d;
-  asm("cvt.rn.bf16x2.f32 %0,%1,%2;" : "=r"(d) : "f"(high), "f"(low));
-  return d;
+  if constexpr (BF16) mma_bf16(c, a, b0, b1);
+  else mma_f16(c, a[0], a[1], a[2], a[3], b0, b1);
 }
 // Where piece `c` of token `t` of a tile lies. FP8: keys are read by pairs of neighbouring tokens, four
 // pieces each, values by four even or odd tokens, two pieces each. 16 bits: eight tokens, one piece.
@@ -68,7 +39,7 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, int v_
                                        float* __restrict__ part_o, float2* __restrict__ part_ml,
                                        float* __restrict__ mass, int num_heads, int group, int num_kv_heads,
                                        int chained) {
-  extern __shared__ __align__(128) uint8_t memory[];
+  DYNAMIC_SHARED(128, memory);
   __shared__ float2 sums[WARPS][COLUMNS];
   __shared__ MassPlaces places[MASS ? WARPS : 1];
   __shared__ Held held[WARPS];
@@ -104,16 +75,16 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, int v_
 #pragma unroll
         for (int i = 0; i < HALF / 512; i++) {
           const int piece = i * 32 + lane, t = piece / PIECES, c = piece % PIECES;
-          copy16(stage + place(t, c), k + piece * 16);
-          copy16(stage + HALF + place(t, c), k + v_codes + piece * 16);
+          copy_async<16>(stage + place(t, c), k + piece * 16);
+          copy_async<16>(stage + HALF + place(t, c), k + v_codes + piece * 16);
         }
         if (FP8 && lane < 4) {
           const uint8_t* s = page + (lane < 2 ? k_scales : v_scales) + item.head * SCALES + part * TILE_SCALES;
-          copy16(stage + 2 * HALF + lane * 16, s + lane % 2 * 16);
+          copy_async<16>(stage + 2 * HALF + lane * 16, s + lane % 2 * 16);
         }
       }
       fetched++;
-      asm volatile("cp.async.commit_group;" ::: "memory");
+      copy_async_commit();
     };
 #pragma unroll
     for (int i = 0; i < STAGES - 1; i++) fetch();
@@ -142,14 +113,14 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, int v_
     float page0 = 0.f, page1 = 0.f;  // sums of the page so far, for its mass
     for (int tile = 0; tile < num_tiles; tile++) {
       fetch();  // into the stage that the previous tile left
-      asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
+      copy_async_wait_group<STAGES - 1>();
       __syncwarp();
       const uint32_t keys = ring + tile % STAGES * STAGE, values = keys + HALF, scales = values + HALF;
       const int part = part_of(tile);
       const bool is_last = tile == num_tiles - 1;
       const int valid = is_last && is_open ? min(item.last_len - part * TOKENS, TOKENS) : TOKENS;
       if (valid < TOKENS) {  // bytes not written yet may be NaN, and zero times NaN is not zero
-        for (int i = lane; i < (TOKENS - valid) * PIECES; i += 32) store_zero16(values + (valid * PIECES + i) * 16);
+        for (int i = lane; i < (TOKENS - valid) * PIECES; i += 32) store16(values + (valid * PIECES + i) * 16, 0, 0, 0, 0);
         __syncwarp();
       }
       float s[4] = {0.f, 0.f, 0.f, 0.f}, low[4] = {0.f, 0.f, 0.f, 0.f};
@@ -264,7 +235,7 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, int v_
       }
       __syncwarp();
     }
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    copy_async_wait();
     write_partial<HEAD_DIM, WARPS>(O, run, 1.f, memory, RING, sums, held[warp], part_o, part_ml, [&](int i, int half) {
                                      if (!FP8) return i * 16 + half * 8 + g;
                                      constexpr int OWN = HEAD_DIM == 64 ? 8 : 16;  // channels per lane and set
