@@ -165,6 +165,22 @@ def test_large_vocabularies(top_k: int, spread: float) -> None:
         assert draw_cut(logits, [cut]).item() == expected(logits[0].tolist(), cut, bool)
 
 
+@pytest.mark.parametrize("top_k", [1024, 1025, 20482, -1])
+def test_pieces_of_full_length(top_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vocabulary that no piece divides, the most candidates that are taken out of it, rows of
+    which one token is left or all are equal."""
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(9, 20483, generator=generator).mul(3).bfloat16().float()
+    logits[0, :-1] = -torch.inf
+    logits[1] = 0
+    drawn = [Cut(1.5, point, top_k, 0.97, 0.0) for point in (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99)]
+    drawn += [Cut(1e6, 1 - 2**-53, top_k, 1.0, 0.0), Cut(1.0, 0.5, top_k, 1.0, 0.2)]
+    whole = draw_cut(logits, drawn)
+    monkeypatch.setattr(wide_rows, "_is_cut", lambda values, piece: values.shape[-1] > 4 * piece)
+    monkeypatch.setattr(wide_rows, "FEW_ROWS", 1)
+    assert torch.equal(draw_cut(logits, drawn), whole)
+
+
 def test_frequencies() -> None:
     """Thousands of rows, which take several turns."""
     logits = torch.tensor([[2.0, 0.0, 1.0, 1.0, -3.0]])

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from minima_kernels.cuda import library
-from minima_kernels.cuda.ragged import HEAD_DIMS, backend
+from minima_kernels.cuda import library, ragged
+from minima_kernels.cuda.ragged import HEAD_DIMS, RaggedPrefill, backend
 
 GPU = torch.device("cuda", 0)
 SHAPE = (32, 8, 128)
@@ -127,3 +127,38 @@ def test_the_kernel_with_a_race_is_not_used() -> None:
     """FlashAttention-3 of FlashInfer 0.7.4 at head dim 256."""
     assert [backend((9, 0), dim) for dim in HEAD_DIMS] == ["fa3", "fa3", "fa2"]
     assert backend((8, 0), 128) == backend((10, 0), 128) == "fa2"
+
+
+def test_prefill_is_planned_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And for requests that have new tokens; lists of equal numbers are other steps."""
+    planned: list[list[int]] = []
+
+    class Wrapper:
+        def __init__(self, *given: object, **named: object) -> None: ...
+
+        def plan(
+            self, rows: torch.Tensor, columns: torch.Tensor, *sizes: int, **named: Any
+        ) -> None:
+            assert rows is columns and named["causal"] and named["disable_split_kv"]
+            planned.append(rows.tolist())
+
+        def run(self, q: torch.Tensor, *given: object, **named: Any) -> Any:
+            assert named["lse_base"] == "ln" and not named["enable_pdl"]
+            return q, torch.zeros(q.shape[:2])
+
+    event = SimpleNamespace(synchronize=lambda: None, record=lambda: None)
+    prefill = SimpleNamespace(BatchPrefillWithRaggedKVCacheWrapper=Wrapper)
+    monkeypatch.setattr(ragged, "package", lambda: SimpleNamespace(prefill=prefill))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    kernel = RaggedPrefill(torch.device("cpu"), 64)
+    q, k = torch.zeros(9, 4, 64), torch.zeros(9, 2, 64)
+    steps = [tuple(counts) for counts in ([0, 0, 4, 4, 9, 9], [0, 0, 4, 4, 9, 9])]
+    for step in steps:
+        for _ in range(3):
+            kernel.attend(step, q, k, k, step, 0.1)
+    assert planned == [[0, 4, 9]] * 2
+    for scale, dtype in ((0.2, q.dtype), (0.2, torch.bfloat16)):
+        kernel.attend(steps[1], q.to(dtype), k.to(dtype), k.to(dtype), steps[1], scale)
+    assert len(planned) == 4
