@@ -80,6 +80,15 @@ def test_few_and_many_and_none(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert check(pages, segments, q_indptr, 4) == taken
 
 
+@pytest.mark.parametrize("dim", [128, 256])
+def test_alternating_kinds_before_an_open_end(dim: int) -> None:
+    """Pages left by earlier turns, some of them compressed; the last run ends in an open page."""
+    pages = Pages(KVGeometry(1, 2, dim, 64), ["tq3", "fp8"])
+    segments = [pages.segment(kind, 3, [0]) for kind in (1, 0, 1, 0, 1, 0)]
+    segments += [pages.segment(1, 4, [0], 21), pages.segment(0, 5, [1])]
+    assert check(pages, segments, [0, 700, 763], 4) == {"stacked"}
+
+
 def test_many_requests_at_once() -> None:
     pages = Pages(KVGeometry(1, 2, 128, 64), ["tq3", "fp8"])
     everyone = list(range(40))

@@ -179,6 +179,22 @@ def test_whole_pages_of_a_kind_and_its_readers_are_read_together() -> None:
     check(plan, pages, segments)
 
 
+@pytest.mark.usefixtures("stacked_rows")
+def test_partials_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four prompts along one path, 11 + 9 + 5 + 3 reads of rows; alone 2 + 4 + 2 + 3."""
+    pages = Pages(GEOMETRY, ["tq3"])
+    segments = [pages.segment(0, 1 + first, list(range(first, 4))) for first in range(4)]
+    plan = partial(plan_extend, segments, [0, 2, 6, 8, 11], pages.kinds, GEOMETRY, "cpu")
+    row_bytes = 6 * 64 * 2
+    for limit, expected in ((28 * row_bytes, [11, 9, 5, 3]), (28 * row_bytes - 1, [2, 4, 2, 3])):
+        monkeypatch.setattr(stacked, "MOST_PARTIAL_BYTES", limit)
+        work = plan().cuda(6).stacked
+        assert work is not None
+        assert work.segments.num_readers.tolist() == expected
+        check(plan(), pages, segments)
+    assert work.segments.num_pages.tolist() == [1, 3, 6, 10]
+
+
 def test_the_kernels_of_new_tokens_keep_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """They remember the step that they are planned for, whose memory on the device is large."""
     steps: list[object] = []

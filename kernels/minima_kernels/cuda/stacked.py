@@ -7,7 +7,7 @@ that many rows read is unpacked once for all of them (``cohort_plan.py``).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,6 +26,12 @@ MOST_TILE_READS = 1 << 15
 """How often pages of formats that have no cohort kernel may be read for a request, each KV head
 counted: tiles of query columns read them one by one. Measured: up to here that is faster than to
 expand them, for one request and for several that share them; at four times as many not for all."""
+
+MOST_PARTIAL_BYTES = 1 << 30
+"""Partials of rows that may be kept for sharing pages among requests: every segment leaves one of
+each of its rows, and prompts that end all along one path of a tree share many. Beyond, each request
+reads its pages for itself."""
+_PARTIAL_BYTES = 2  # of a channel
 
 
 def stacked_reason(plan: ExtendPlan, group_size: int) -> str | None:
@@ -53,15 +59,27 @@ def plan_stacked(
     for segment in segments:
         chosen = is_stacked[segment.readers]
         if chosen.any():
-            readers = segment.readers[chosen]
-            ours.append(segment._replace(readers=ranges(start[readers], new[readers])))
+            ours.append(segment._replace(readers=segment.readers[chosen]))
         if not chosen.all():
             others.append(segment._replace(readers=segment.readers[~chosen]))
     if not ours:
         return None, others
-    table = tabulate(_gather(ours, plan.geometry.page_size))
-    num_rows = plan.q_indptr[-1]
-    return plan_decode(table, num_rows, plan.kinds, plan.geometry, plan.device), others
+    geometry, num_rows = plan.geometry, plan.q_indptr[-1]
+    gathered = _gather(ours, geometry.page_size)
+    reads = sum(int(new[segment.readers].sum()) for segment in gathered)
+    if reads * num_heads * geometry.head_dim * _PARTIAL_BYTES > MOST_PARTIAL_BYTES:
+        gathered = _gather(_by_request(ours), geometry.page_size)
+    table = tabulate(
+        [one._replace(readers=ranges(start[one.readers], new[one.readers])) for one in gathered]
+    )
+    return plan_decode(table, num_rows, plan.kinds, geometry, plan.device), others
+
+
+def _by_request(segments: Iterable[CheckedSegment]) -> Iterator[CheckedSegment]:
+    """The segments, for each of their readers alone."""
+    for segment in segments:
+        for place in range(len(segment.readers)):
+            yield segment._replace(readers=segment.readers[place : place + 1])
 
 
 def _gather(segments: Iterable[CheckedSegment], page_size: int) -> list[CheckedSegment]:
