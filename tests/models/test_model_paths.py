@@ -186,6 +186,34 @@ def test_what_was_cut_is_built_again(
     assert SIZES not in content() and len(builds) == 2
 
 
+@pytest.mark.parametrize("damage", ["a folder", "nested"])
+def test_sizes_that_are_no_sizes(damage: str, tmp_path: Path) -> None:
+    target = build_once(tmp_path / "target", lambda directory: None)
+    (target / "unknown").write_text("")
+    (target / SIZES).unlink()
+    if damage == "a folder":
+        (target / SIZES).mkdir()
+    else:
+        (target / SIZES).write_text("[" * 100_000)
+    assert not (build_once(target, lambda directory: None) / "unknown").exists()
+
+
+def test_a_link_to_what_was_cut(tmp_path: Path) -> None:
+    """Of a folder that was moved to another disk, what is there is left alone."""
+    target, moved = tmp_path / "target", tmp_path / "moved"
+
+    def build(directory: Path) -> None:
+        (directory / "weights").write_bytes(bytes(100))
+
+    build_once(target, build).rename(moved)
+    target.symlink_to(moved)
+    (build_once(target, build) / "weights").write_bytes(b"cut")
+    assert target.is_symlink()
+    assert len((build_once(target, build) / "weights").read_bytes()) == 100
+    assert not target.is_symlink()
+    assert (moved / "weights").read_bytes() == b"cut"
+
+
 @pytest.mark.parametrize("place", ["the cache", "above it", "below it"])
 def test_a_file_in_the_place_of_the_cache(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

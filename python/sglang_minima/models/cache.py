@@ -72,7 +72,10 @@ def build_once(target: Path, build: Callable[[Path], None]) -> Path:
                 return target
             logger.warning("%s is damaged: %s is made again", damaged, target)
             with _explained(folder):
-                shutil.rmtree(target)
+                if target.is_symlink():  # the folder was moved to another disk: it stays there
+                    target.unlink()
+                else:
+                    shutil.rmtree(target)
         for leftover in folder.glob(f"{target.name}.building-*"):
             shutil.rmtree(leftover, ignore_errors=True)
         with _explained(folder):
@@ -98,7 +101,7 @@ def _damaged_file(directory: Path) -> Path | None:
         expected = json.loads(sizes.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except ValueError:
+    except (ValueError, RecursionError, IsADirectoryError):
         return sizes
     if not isinstance(expected, dict):
         return sizes
