@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import subprocess
 import sys
@@ -247,6 +248,26 @@ def test_a_model_that_cannot_be_loaded_is_told(tmp_path: Path) -> None:
         checker = GrammarChecker(str(tmp_path))
         with pytest.raises(GrammarBusy, match="cannot be started"):
             await checker.check([make("regex", "a")])
+        await checker.close()
+
+    asyncio.run(ask())
+
+
+def test_a_process_that_cannot_start_is_told_and_started_later(
+    byte_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system has no more files or processes for it now."""
+
+    async def refuse(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    async def ask() -> None:
+        checker = GrammarChecker(str(byte_model))
+        with monkeypatch.context() as patch:
+            patch.setattr(asyncio, "create_subprocess_exec", refuse)
+            with pytest.raises(GrammarBusy, match="cannot be started"):
+                await checker.check([make("regex", "a")])
+        await checker.check([make("regex", "a")])
         await checker.close()
 
     asyncio.run(ask())

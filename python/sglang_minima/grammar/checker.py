@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import logging
 import os
 import sys
 from collections import OrderedDict
@@ -14,6 +15,8 @@ import msgspec
 from sglang_minima.grammar.spec import Grammar
 from sglang_minima.grammar.workshop import Order, Verdict
 from sglang_minima.sampling_params import InvalidRequest
+
+logger = logging.getLogger(__name__)
 
 MAX_WAITING = 256
 """Grammars on trial at once."""
@@ -55,7 +58,7 @@ class GrammarChecker:
 
         Raises:
             InvalidRequest: one cannot be used, or this server has no structured output.
-            GrammarBusy: too many are on trial, or the process that tries them died.
+            GrammarBusy: too many are on trial, or the process that tries them died or cannot start.
         """
         for grammar in dict.fromkeys(grammars):
             error = await self._verdict(grammar)
@@ -110,17 +113,21 @@ class GrammarChecker:
         return await verdict
 
     async def _start(self) -> asyncio.subprocess.Process:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "sglang_minima.grammar.workshop",
-            self._tokenizer_path,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
-            # Ctrl-C reaches the whole process group; the server decides when this one ends.
-            start_new_session=True,
-        )
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "sglang_minima.grammar.workshop",
+                self._tokenizer_path,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+                # Ctrl-C reaches the whole process group; the server decides when this one ends.
+                start_new_session=True,
+            )
+        except OSError as error:  # no more files or processes, which may pass
+            logger.error("The process that compiles grammars cannot be started: %s", error)
+            raise GrammarBusy("the process that compiles grammars cannot be started") from None
         self._process = process
         self._reading = asyncio.get_running_loop().create_task(self._read(process))
         return process
