@@ -249,6 +249,16 @@ def test_unknown_routes_and_methods(fake: RunningServer) -> None:
     assert "enable_parallel_encoding" in reply.json()["message"]
 
 
+def test_what_a_client_wrote_is_not_sent_back_whole(fake: RunningServer) -> None:
+    long = "a" * 100_000
+    reply = fake.generate({**TEXT, "sampling_params": {long: 1}})
+    assert (reply.status_code, len(reply.text) < 1100) == (400, True)
+    message = {"role": "user", "content": [{"type": long}]}
+    reply = fake.post("/v1/messages", {"max_tokens": 1, "messages": [message]})
+    assert (reply.status_code, len(reply.text) < 1100) == (400, True)
+    assert "blocks of type" in reply.text
+
+
 def test_streams_are_refused_before_they_start(fake: RunningServer) -> None:
     reply = fake.generate({"text": "", "stream": True})
     assert reply.status_code == 400

@@ -18,11 +18,16 @@ from sglang_minima.sampling_params import InvalidRequest
 from sglang_minima.tokenization.manager import QueueFull
 from sglang_minima.tokenization.state import EngineDead
 
+_LONGEST_MESSAGE = 1000
+"""A sentence that quotes what a client wrote must not send back megabytes of it."""
+
 
 class HttpError(Exception):
     """An answer other than 200, with the sentence that the client sees."""
 
     def __init__(self, status: int, message: str) -> None:
+        if len(message) > _LONGEST_MESSAGE:
+            message = message[:_LONGEST_MESSAGE] + "..."
         super().__init__(message)
         self.status = status
         self.message = message
