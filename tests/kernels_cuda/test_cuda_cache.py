@@ -63,16 +63,16 @@ def test_what_was_compiled_is_read_back(counter: Path) -> None:
     assert {file.suffix for file in path.parent.iterdir()} == {".cubin", ".log"}
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty", "flipped", "header only"])
+@pytest.mark.parametrize("damage", ["cut", "empty", "flipped", "header only", "ends in zeros"])
 def test_damaged_kernels_are_compiled_again(
     damage: str, counter: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = compiler.compile_kernel(*KERNEL)
     data = path.read_bytes()
     flipped = data[:100] + bytes([data[100] ^ 1]) + data[101:]
-    path.write_bytes(
-        {"cut": data[:-200], "empty": b"", "flipped": flipped, "header only": data[:70]}[damage]
-    )
+    damaged = {"cut": data[:-200], "empty": b"", "flipped": flipped, "header only": data[:70]}
+    damaged["ends in zeros"] = data[:-300] + bytes(300)  # a block that a crash kept from the disk
+    path.write_bytes(damaged[damage])
     assert not compiler.is_compiled(*KERNEL)
     assert compiler.compile_kernel(*KERNEL) == path
     assert counter.read_text() == "xx"

@@ -2,7 +2,8 @@
 
 A kept cubin ends in its SHA-256: in the file itself, so that it cannot be copied without it, and no
 reader meets the checksum of another process's file. One without (compiled by hand, or by an older
-version) is taken if it has all the bytes that its ELF header speaks of.
+version) is taken if it ends where its ELF header says: one whose checksum was overwritten, as by the
+zeros that a crash leaves, is longer.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def read_cubin(path: Path) -> bytes:
     if seal.startswith(_MARK):
         if seal.removeprefix(_MARK) == hashlib.sha256(body).digest():
             return body
-    elif _has_all_headers(data):
+    elif _ends_with_its_headers(data):
         return data
     raise CubinDamaged(f"the compiled kernel {path} is damaged")
 
@@ -74,11 +75,11 @@ def _warn(text: str) -> None:
     logger.warning("%s, and not used; it is compiled again where it can be", text)
 
 
-def _has_all_headers(data: bytes) -> bool:
-    """Whether an ELF file reaches as far as its headers, the last that nvcc writes."""
+def _ends_with_its_headers(data: bytes) -> bool:
+    """Whether an ELF file ends where its headers do, the last that nvcc writes."""
     if not data.startswith(_MAGIC) or len(data) < _SIZES_AT + _SIZES.size:
         return False
     starts = _STARTS.unpack_from(data, _STARTS_AT)
     sizes = _SIZES.unpack_from(data, _SIZES_AT)
     ends = (starts[0] + sizes[0] * sizes[1], starts[1] + sizes[2] * sizes[3])
-    return max(ends) <= len(data)
+    return max(ends) == len(data)
