@@ -2,8 +2,8 @@
 
 A kept cubin ends in its SHA-256: in the file itself, so that it cannot be copied without it, and no
 reader meets the checksum of another process's file. One without (compiled by hand, or by an older
-version) is taken if it ends where its ELF header says: one whose checksum was overwritten, as by the
-zeros that a crash leaves, is longer.
+version) is taken if it ends where its ELF header says: one whose checksum was overwritten, as by
+the zeros that a crash leaves, is longer.
 """
 
 from __future__ import annotations
