@@ -55,6 +55,8 @@ types: $(VENV)/.installed-dev
 frontend: $(VENV)/.installed-frontend
 
 $(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) is not Python 3.11 or newer: make PYTHON=/path/to/python3.11 ..."; exit 1; }
 	@echo "Creating $(VENV)"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip "setuptools>=77" wheel

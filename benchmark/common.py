@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -55,6 +56,14 @@ class Record:
     command: str = field(default_factory=lambda: _command(sys.argv))
     date: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     machine: dict[str, Any] = field(default_factory=lambda: describe_machine())
+    needs_plot: bool = True
+
+    def __post_init__(self) -> None:
+        if self.needs_plot and not _can_plot():
+            raise SystemExit(
+                "Benchmarks draw with matplotlib, which is not installed. `make test`, or "
+                '.venv/bin/pip install "sglang-minima[eval]", brings it.'
+            )
 
     def write(
         self,
@@ -96,7 +105,11 @@ class Record:
 def add_output_options(parser: argparse.ArgumentParser) -> None:
     """Where the record goes, and whether a plot goes with it."""
     parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--plot", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--plot", action=argparse.BooleanOptionalAction, default=_can_plot())
+
+
+def _can_plot() -> bool:
+    return importlib.util.find_spec("matplotlib") is not None
 
 
 def panels(rows: int, columns: int, size: tuple[float, float]) -> tuple[Figure, Any]:

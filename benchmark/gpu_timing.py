@@ -23,7 +23,9 @@ Call = Callable[[], object]
 
 def gpu_record(benchmark: str) -> Record:
     """A record that knows the GPU."""
-    record = Record(benchmark)
+    if not torch.cuda.is_available():
+        raise SystemExit(f"{benchmark} measures an NVIDIA GPU, and there is none.")
+    record = Record(benchmark, needs_plot=False)
     record.machine |= gpu_facts()
     return record
 

@@ -82,7 +82,9 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the script out")
     add_output_options(parser)
     options = parser.parse_args()
-    record = Record("serve_gpu")
+    if not torch.cuda.is_available() and not options.tiny:
+        raise SystemExit("serve_gpu measures an NVIDIA GPU, and there is none: only --tiny runs.")
+    record = Record("serve_gpu", needs_plot=False)
     record.machine |= gpu_facts()
     rows: list[dict[str, Any]] = []
     if options.profiles:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -178,8 +179,9 @@ def _announce(status: ServerStatus, listener: socket.socket) -> None:
         )
     url = f"http://{reachable}:{port}"
     logger.info(
-        "Watch it: %s/dashboard. Chat: python -m sglang_minima.chat --url %s%s",
+        "Watch it: %s/dashboard. Chat: %s -m sglang_minima.chat --url %s%s",
         url,
+        shlex.quote(sys.executable),
         url,
         " --api-key KEY" if args.api_key else "",
     )

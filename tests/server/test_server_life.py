@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -61,7 +62,8 @@ def strict(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     assert "curl http://127.0.0.1" in output
     assert "400 tokens fit" in output
     assert "a sequence may have 400 tokens" in output
-    assert f"Chat: python -m sglang_minima.chat --url {server.url} --api-key KEY\n" in output
+    chat = f"{sys.executable} -m sglang_minima.chat --url {server.url} --api-key KEY\n"
+    assert f"Chat: {chat}" in output
     assert f"Watch it: {server.url}/dashboard. " in output
     assert "INFO SIGTERM: 0 requests running.\n" in output
     assert "sesame" not in output
