@@ -187,7 +187,7 @@ def _announce(status: ServerStatus, listener: socket.socket) -> None:
     )
     logger.info(
         "Try: curl %s/v1/chat/completions -H 'Content-Type: application/json'%s "
-        '-d \'{"messages": [{"role": "user", "content": "What is the capital of France?"}], '
+        '-d \'{"messages": [{"role": "user", "content": "Name the capital of France."}], '
         '"temperature": 0, "max_tokens": 64}\'',
         url,
         key,
