@@ -22,6 +22,7 @@ from gpu_pages import GEOMETRIES, PAGE, Inputs
 from gpu_timing import gpu_record, time_events
 
 from minima_kernels import KVGeometry, Rotation, RouteCounters, Segment, plan_extend, run_extend
+from minima_kernels.cuda import extend as cuda_extend
 from minima_kernels.cuda import stacked
 
 FORMATS = ("bf16", "fp8", "tq3", "tq(16,4)")
@@ -107,8 +108,9 @@ def measure(name: str, case: Case, rounds: int) -> list[dict[str, Any]]:
         planned = "tiles" if plan().cuda(num_heads).stacked is None else "rows"
         for way, reason in (("rows", None), ("tiles", "not this way")):
             routes = RouteCounters()
-            with patch.multiple(
-                stacked, MOST_TILE_READS=UNLIMITED, stacked_reason=lambda *_, reason=reason: reason
+            with (
+                patch.object(stacked, "MOST_TILE_READS", UNLIMITED),
+                patch.object(cuda_extend, "stacked_reason", lambda *_, reason=reason: reason),
             ):
                 run = partial(
                     run_extend, plan(), q, k, v, inputs.arenas[0], 0, dim**-0.5,

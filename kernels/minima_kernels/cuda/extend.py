@@ -22,7 +22,7 @@ from minima_kernels.attention.runs import CachedRun, cached_runs
 from minima_kernels.cuda.library import prefill_reason
 from minima_kernels.cuda.ragged import ragged_prefill
 from minima_kernels.cuda.retier import LayerShares, expand_pages, retier_reason
-from minima_kernels.cuda.stacked import plan_stacked
+from minima_kernels.cuda.stacked import MANY_READS, plan_stacked, stacked_reason
 from minima_kernels.formats import Format
 from minima_kernels.geometry import KVGeometry
 from minima_kernels.rotation import Rotation
@@ -43,13 +43,16 @@ class CudaExtend(NamedTuple):
 
     stacked: DecodePlan | None
     runs: tuple[CachedRun, ...]
+    reason: str
+    """Why requests of ``runs`` are not among those of ``stacked``."""
 
 
 def plan_cuda_extend(plan: ExtendPlan, num_heads: int) -> CudaExtend:
     """The work of a batch for a number of query heads."""
-    stacked, others = plan_stacked(plan, num_heads)
+    lacking = stacked_reason(plan, num_heads // plan.geometry.num_kv_heads)
+    stacked, others = (None, plan.segments) if lacking else plan_stacked(plan, num_heads)
     runs = cached_runs(others, plan.q_indptr, plan.geometry, plan.device, TILE_KEYS)
-    return CudaExtend(stacked, runs)
+    return CudaExtend(stacked, runs, lacking or MANY_READS)
 
 
 def flash_reason(dtype: torch.dtype, head_dim: int) -> str | None:
@@ -198,8 +201,10 @@ def run_cuda_extend(
             rotation=rotation, elsewhere=new, routes=counters,
         )  # fmt: skip
         new = State(both.out, both.lse)
-    if work.runs or work.stacked is None:
-        routes.count("extend", "flash")
+    if work.runs:
+        routes.count("extend", "flash", work.reason)
+    elif work.stacked is None:
+        routes.count("extend", "flash")  # nothing is cached
     if not work.runs:
         return AttentionOutput(new.out, new.lse, None)
     total = State(new.out.float(), new.lse)

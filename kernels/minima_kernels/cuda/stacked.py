@@ -27,6 +27,9 @@ MOST_TILE_READS = 1 << 15
 counted: tiles of query columns read them one by one. Measured: up to here that is faster than to
 expand them, for one request and for several that share them; at four times as many not for all."""
 
+MANY_READS = "many reads of pages without a cohort kernel"
+"""Why requests beyond that are left to flash attention, as routes count it."""
+
 MOST_PARTIAL_BYTES = 1 << 30
 """Partials of rows that may be kept for sharing pages among requests: every segment leaves one of
 each of its rows, and prompts that end all along one path of a tree share many. Beyond, each request
@@ -46,11 +49,10 @@ def plan_stacked(
     plan: ExtendPlan, num_heads: int
 ) -> tuple[DecodePlan | None, Sequence[CheckedSegment]]:
     """A decode plan over all rows of the batch, in which those of the requests that the decode
-    kernels take read their pages, and what the other requests read."""
+    kernels take read their pages, and what the other requests read; ``stacked_reason`` is
+    ``None``."""
     segments = plan.segments
     group_size = num_heads // plan.geometry.num_kv_heads
-    if stacked_reason(plan, group_size) is not None:
-        return None, segments
     start = np.array(plan.q_indptr[:-1], dtype=np.int64)
     new = np.diff(plan.q_indptr)
     is_stacked = _is_stacked(plan, segments, new, group_size)

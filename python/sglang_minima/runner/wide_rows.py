@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 
 PIECE = 1024
 FEW_ROWS = 8
+"""Measured at 1 row, where pieces lose, and at 64, where they win."""
 _LARGEST = (2**31 - 1) << 32  # `pad` takes a float64, which this is exactly
 
 
