@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import psutil
 import pytest
@@ -14,6 +15,7 @@ from engine_kit import EngineKit, make_args
 from minima_kernels import ROUTES, transfer
 from minima_kernels.cuda.build import variants
 from minima_kernels.cuda.variants import Variant
+from minima_radix import POLICIES
 from sglang_minima.entrypoints.engine import Engine
 from sglang_minima.runner import model_runner
 from sglang_minima.runner.model_runner import ForwardOutput, ModelRunner
@@ -132,3 +134,8 @@ def test_settings_of_a_program_are_checked() -> None:
     assert (args.kv_cache_memory, args.chunked_prefill_size) == (1 << 30, 2048)
     with pytest.raises(ArgumentError, match="no setting 'kv_profil'; did you mean kv_profile"):
         Engine(kv_profil="fp8")
+
+
+def test_the_server_offers_every_eviction_policy() -> None:
+    offered = get_args(get_type_hints(ServerArgs)["radix_eviction_policy"])
+    assert set(offered) == set(POLICIES)
