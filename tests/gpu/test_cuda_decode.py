@@ -33,9 +33,9 @@ ROWS = ["fp8", "bf16", "f16"]
 def poison(plan: DecodePlan, num_heads: int) -> None:
     """Scratch must be written before it is read."""
     cuda = plan.cuda(num_heads)
-    for buffer in (cuda._part_o, cuda._part_rows, cuda._part_unit, cuda._part_ml, cuda._q_scale):
+    for buffer in (cuda._part_o, cuda._part_step, cuda._part_ml, cuda._q_scale):
         buffer.fill_(float("nan"))
-    for words in (cuda._q_bytes, cuda._pieces, cuda._plain):
+    for words in (cuda._part_rows, cuda._q_bytes, cuda._pieces, cuda._plain):
         if words is not None:
             words.fill_(-1)
 

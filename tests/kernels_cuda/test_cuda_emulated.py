@@ -9,7 +9,7 @@ import torch
 from emulated import Emulation, in_fragment_order, skip_unless_possible
 from kernel_pages import Pages, relative_error
 
-from minima_kernels import KVGeometry, Rotation, Segment, merge_states
+from minima_kernels import GRANULE, KVGeometry, Rotation, Segment, merge_states
 from minima_kernels.attention import State
 from minima_kernels.attention.segments import check_segments
 from minima_kernels.cuda import work
@@ -41,7 +41,9 @@ def check(
     seeds: int = 2,
     rows: Sequence[int] | None = None,
     mass_moves_bits: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> None:
+    """``dtype``: to which queries are rounded."""
     geometry = pages.geometry
     num_heads = geometry.num_kv_heads * group_size
     scale = geometry.head_dim**-0.5
@@ -50,7 +52,7 @@ def check(
     plan = CudaDecode(
         table, num_rows, num_heads, tuple(pages.kinds), geometry, torch.device("cpu"), query_bits
     )
-    q = (pages.random(num_rows, num_heads, geometry.head_dim) * 2).bfloat16().float()
+    q = (pages.random(num_rows, num_heads, geometry.head_dim) * 2).to(dtype).float()
     chosen = list(range(num_rows) if rows is None else rows)
     answers = [pages.reference(segments, row, q[row : row + 1], 0, scale) for row in chosen]
     expected = torch.cat([answer[0] for answer in answers])
@@ -58,13 +60,12 @@ def check(
     for emulation.seed in range(seeds):
         for buffer in (
             plan._part_o,
-            plan._part_rows,
-            plan._part_unit,
+            plan._part_step,
             plan._part_ml,
             plan._q_scale,
         ):
             buffer.fill_(float("nan"))
-        for words in (plan._q_bytes, plan._pieces):
+        for words in (plan._part_rows, plan._q_bytes, plan._pieces):
             if words is not None:
                 words.fill_(-1)
         result = plan.run(q, arena, 0, scale, emulation.seed == 0, None)
@@ -98,6 +99,39 @@ def test_cohort(emulation: Emulation, dim: int, name: str) -> None:
     segments.append(pages.segment(0, 7, range(4)))
     check(emulation, pages, segments, 20, 8, seeds=1 if dim == 64 else 3, rows=[0, 3, 15, 16, 19])
     assert KERNELS[name] in emulation.launched
+
+
+@pytest.mark.parametrize("dim", [64, pytest.param(128, marks=SLOW), pytest.param(256, marks=SLOW)])
+def test_cohort_over_fp8_rounds_queries(emulation: Emulation, dim: int) -> None:
+    """Queries of more than 11 bits lose the rest there: within the limit of all kernels."""
+    pages = Pages(KVGeometry(1, 2, dim, 64), ["fp8"])
+    segments = [pages.segment(0, 9, range(9))]
+    check(emulation, pages, segments, 9, 4, seeds=1, dtype=torch.float32)
+    assert "cohort_fp8_mass" in emulation.launched
+
+
+@pytest.mark.parametrize("name", ["tq3", "fp8"])
+def test_what_is_no_number_stays_none(emulation: Emulation, name: str) -> None:
+    """Readers of a page with a NaN get NaN, by cohorts and by tiles; nobody else does."""
+    geometry = KVGeometry(1, 1, 64, 64)
+    pages = Pages(geometry, [name])
+    segments = [pages.segment(0, 2, range(n, n + 5)) for n in (0, 5)]
+    segments += [pages.segment(0, 2, [row]) for row in (10, 11)]
+    k, v = (pages.random(1, 64, 1, 64) for _ in range(2))
+    k[0, 7], v[0, 7] = torch.nan, torch.nan
+    data = pages.kinds[0].formats[0].encode(k, v, geometry)[0]
+    for segment in (segments[0], segments[2]):
+        start = int(segment.addresses[1]) * GRANULE
+        pages.arena[start : start + len(data)] = data
+    table = check_segments(segments, 12, pages.kinds, geometry)
+    kinds = tuple(pages.kinds)
+    plan = CudaDecode(table, 12, 4, kinds, geometry, torch.device("cpu"), 15)
+    arena = in_fragment_order(pages, segments)
+    result = plan.run(pages.random(12, 4, 64), arena, 0, 0.125, False, None)
+    reads = torch.tensor([True] * 5 + [False] * 5 + [True, False])
+    assert torch.equal(result.out.isnan().any(-1).any(-1), reads)
+    assert torch.equal(result.lse.isnan().any(-1), reads)
+    assert len(set(emulation.launched)) == 4, emulation.launched
 
 
 @pytest.mark.parametrize("name", ["tq(8,8,uncentred)", "fp8"])

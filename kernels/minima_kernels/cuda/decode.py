@@ -152,9 +152,11 @@ class CudaDecode:
             torch.float32,
         )
         self._part_rows = buffer(
-            "partials of rows", row_slots * ROWS, dim, most_rows * ROWS, torch.float16
+            "partials of rows", row_slots * ROWS, dim, most_rows * ROWS, torch.int16
         )
-        self._part_unit = buffer("units of rows", row_slots, 1, most_rows, torch.float32)
+        self._part_step = buffer(
+            "steps of rows", row_slots * ROWS, 1, most_rows * ROWS, torch.float32
+        )
         self._part_ml = buffer(
             "partial sums",
             first_rows + row_slots * ROWS,
@@ -336,7 +338,7 @@ class CudaDecode:
             name, grid = f"cohort {name}", cut.grids[kind_index].cohort
             columns = self._address["rows"]
             ml = self._part_ml[cut.first_row_partial :]
-            partials = [self._part_rows, ml, self._part_unit]
+            partials = [self._part_rows, ml, self._part_step]
         if isinstance(format_, TQ):
             arguments += [pages, self._q_bytes, self._plane]
             arguments += [] if is_cohort else [self._pieces]
@@ -368,7 +370,7 @@ class CudaDecode:
         arguments: list[Argument] = [
             self._part_o,
             self._part_rows,
-            self._part_unit,
+            self._part_step,
             self._part_ml,
             cut.first_row_partial,
             self._address[f"unit_start {cut.number}"],

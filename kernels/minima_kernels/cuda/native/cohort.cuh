@@ -138,24 +138,40 @@ __device__ __forceinline__ void write_row_mass(float* mass, const Cohort& item, 
   if (scale[1] != 0.f) put(row + 8, log2_fast(sum1) + rows.m1);
 }
 
-// The partials of a block of rows: O / l in 16 bits, reference and sum, and the unit of O.
+// The partials of a block of rows: O as 16-bit integers of a step of the row's own, above their middle, the row's
+// reference and sum, and its step.
 __device__ __forceinline__ void write_rows(const float* O, BlockRows rows, int slot, float unit, uint4* part_o,
-                                           float2* part_ml, float* part_unit, int warp, int lane) {
+                                           float2* part_ml, float* part_step, int warp, int lane) {
   const int g = lane >> 2, j = lane & 3;
+  // Magnitudes compared as integers: one that is no number is the largest and makes the row's step none.
+  auto size = [](float x) { return __float_as_uint(x) & 0x7FFFFFFFu; };
+  uint32_t most0 = 0, most1 = 0;
+#pragma unroll
+  for (int i = 0; i < HEAD_DIM / 8; i++) {
+    most0 = max(most0, max(size(O[i * 4]), size(O[i * 4 + 1])));
+    most1 = max(most1, max(size(O[i * 4 + 2]), size(O[i * 4 + 3])));
+  }
 #pragma unroll
   for (int o = 1; o < 4; o <<= 1) {
     rows.l0 += __shfl_xor_sync(~0u, rows.l0, o);
     rows.l1 += __shfl_xor_sync(~0u, rows.l1, o);
+    most0 = max(most0, __shfl_xor_sync(~0u, most0, o));
+    most1 = max(most1, __shfl_xor_sync(~0u, most1, o));
   }
+  const float top0 = __uint_as_float(max(most0, size(1e-30f))), top1 = __uint_as_float(max(most1, size(1e-30f)));
   const size_t row = (size_t)slot * ROWS + warp * 16 + g;
-  const float i0 = rows.l0 > 0.f ? __fdividef(1.f, rows.l0) : 0.f, i1 = rows.l1 > 0.f ? __fdividef(1.f, rows.l1) : 0.f;
+  const float i0 = __fdividef(PART_MAX, top0), i1 = __fdividef(PART_MAX, top1);
+  // The low half of a float at 2^23 is its integer.
+  auto pack = [](float x, float y, float inverse) {
+    return prmt(__float_as_uint(fmaf(x, inverse, PART_ZERO)), __float_as_uint(fmaf(y, inverse, PART_ZERO)), 0x5410);
+  };
 #pragma unroll
   for (int u = 0; u < HEAD_DIM / 32; u++) {  // place 32 u + 8 j + 2 y + e holds channel 32 u + 8 y + 2 j + e
     uint32_t x[4], y[4];
 #pragma unroll
     for (int t = 0; t < 4; t++) {
       const float* o = O + (u * 4 + t) * 4;
-      x[t] = pack_half2(o[0] * i0, o[1] * i0), y[t] = pack_half2(o[2] * i1, o[3] * i1);
+      x[t] = pack(o[0], o[1], i0), y[t] = pack(o[2], o[3], i1);
     }
     part_o[row * (HEAD_DIM / 8) + u * 4 + j] = make_uint4(x[0], x[1], x[2], x[3]);
     part_o[(row + 8) * (HEAD_DIM / 8) + u * 4 + j] = make_uint4(y[0], y[1], y[2], y[3]);
@@ -163,6 +179,6 @@ __device__ __forceinline__ void write_rows(const float* O, BlockRows rows, int s
   if (j == 0) {
     part_ml[row] = make_float2(rows.l0 > 0.f ? rows.m0 : NO_SCORE, rows.l0);
     part_ml[row + 8] = make_float2(rows.l1 > 0.f ? rows.m1 : NO_SCORE, rows.l1);
+    part_step[row] = top0 * (unit / PART_MAX), part_step[row + 8] = top1 * (unit / PART_MAX);
   }
-  if (warp == 0 && lane == 0) part_unit[slot] = unit;
 }

@@ -267,7 +267,7 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
                                        const float* __restrict__ q_scale, const int* __restrict__ rows,
                                        const int* __restrict__ item_start, const uint4* __restrict__ items,
                                        uint4* __restrict__ part_o, float2* __restrict__ part_ml,
-                                       float* __restrict__ part_unit, float* __restrict__ mass, int num_heads,
+                                       float* __restrict__ part_step, float* __restrict__ mass, int num_heads,
                                        int group, int num_kv_heads, int chained) {
   DYNAMIC_SHARED(1024, memory);
   __shared__ Shared shared;
@@ -514,7 +514,7 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
       if (lane == 0) arrive(shared_address(&shared.mean_empty[0]) + 8 * mean_ring.stage, 1);
       mean_ring.advance(1);
     }
-    write_rows(O, run, item.slot + me, run.v_unit * V_STEP, part_o, part_ml, part_unit, warp, lane);
+    write_rows(O, run, item.slot + me, run.v_unit * V_STEP, part_o, part_ml, part_step, warp, lane);
   }
   if (chained) depend_wait();
 }
@@ -523,8 +523,8 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
   extern "C" __global__ void __launch_bounds__(512, 1)                                                             \
       NAME(const uint8_t* share, const int* pages, const uint2* q_bytes, int q_plane, const float* q_scale,        \
            const int* rows, const int* item_start, const uint4* items, uint4* part_o, float2* part_ml,             \
-           float* part_unit, float* mass, int num_heads, int group, int num_kv_heads, int chained) {               \
-    decode<MASS>(share, pages, q_bytes, q_plane, q_scale, rows, item_start, items, part_o, part_ml, part_unit,     \
+           float* part_step, float* mass, int num_heads, int group, int num_kv_heads, int chained) {               \
+    decode<MASS>(share, pages, q_bytes, q_plane, q_scale, rows, item_start, items, part_o, part_ml, part_step,     \
                  mass, num_heads, group, num_kv_heads, chained);                                                   \
   }
 KERNEL(cohort_decode, false)

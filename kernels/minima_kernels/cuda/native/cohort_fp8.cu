@@ -168,7 +168,7 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, int v_
                                        const float* __restrict__ q_scale, const int* __restrict__ rows,
                                        const int* __restrict__ item_start, const uint4* __restrict__ items,
                                        uint4* __restrict__ part_o, float2* __restrict__ part_ml,
-                                       float* __restrict__ part_unit, float* __restrict__ mass, int num_heads,
+                                       float* __restrict__ part_step, float* __restrict__ mass, int num_heads,
                                        int group, int num_kv_heads, int chained) {
   DYNAMIC_SHARED(128, memory);
   __shared__ Shared shared;
@@ -321,7 +321,7 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, int v_
     }
     wgmma_wait<0>();
     if (lane == 0 && v_stage >= 0) arrive(v_empty + 8 * v_stage, step);
-    write_rows(O, run, item.slot + me, run.v_unit, part_o, part_ml, part_unit, warp, lane);
+    write_rows(O, run, item.slot + me, run.v_unit, part_o, part_ml, part_step, warp, lane);
   }
   if (chained) depend_wait();
 }
@@ -330,10 +330,10 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, int v_
   extern "C" __global__ void __launch_bounds__(512, 1)                                                             \
       NAME(const uint8_t* share, int v_codes, int k_scales, int v_scales, const int* pages, const uint32_t* pieces,  \
            const float* q_scale, const int* rows, const int* item_start, const uint4* items, uint4* part_o,        \
-           float2* part_ml, float* part_unit, float* mass, int num_heads, int group, int num_kv_heads,             \
+           float2* part_ml, float* part_step, float* mass, int num_heads, int group, int num_kv_heads,             \
            int chained) {                                                                                          \
     decode<MASS>(share, v_codes, k_scales, v_scales, pages, pieces, q_scale, rows, item_start, items, part_o,      \
-                 part_ml, part_unit, mass, num_heads, group, num_kv_heads, chained);                               \
+                 part_ml, part_step, mass, num_heads, group, num_kv_heads, chained);                               \
   }
 KERNEL(cohort_fp8, false)
 KERNEL(cohort_fp8_mass, true)

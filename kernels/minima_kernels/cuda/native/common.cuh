@@ -9,6 +9,8 @@ constexpr int PAGE = 64;          // tokens of a page
 constexpr int COLUMNS = 8;        // query columns (row, head) of a tile: the N of an MMA
 constexpr int GRANULE = 128;      // unit of page addresses in bytes
 constexpr float NO_SCORE = -1e30f;
+// Partials of stacked rows are integers up to this, and this float at zero: 2^23 + 2^15.
+constexpr float PART_MAX = 32767.f, PART_ZERO = 8421376.f;
 
 // One piece of work: pages [first, last) of the page list for one KV head and one tile of columns.
 struct Item {

@@ -2,8 +2,8 @@
 //   m = max m_j,  l = sum 2^(m_j - m) l_j,  out = sum 2^(m_j - m) O_j / l
 // turns the result back where the queries were not given rotated, and merges it with attention of the same row to
 // tokens elsewhere, where that is given. Partials below `num_floats` are sums in
-// 32 bits; those from there on are cohort rows, divided by their l and by the unit of their 64 rows, in 16 bits
-// and the order that cohort_decode.cu writes. unit = row * query heads + head.
+// 32 bits; those from there on are cohort rows, 16-bit integers of a step for each row, in the order that
+// cohort.cuh writes. unit = row * query heads + head.
 // Macros: HEAD_DIM, SPLIT (groups of threads that share out the partials of a row and head).
 #include "channels.cuh"
 
@@ -11,8 +11,14 @@ constexpr int LANES = HEAD_DIM / 4, THREADS = LANES * SPLIT;  // four channels o
 constexpr float LOG2_E = 1.44269504089f;
 static_assert(THREADS >= HEAD_DIM && SPLIT <= 32, "a thread per channel in the end");
 
+// Two integers of a cohort's partial, which are the low halves of floats.
+__device__ __forceinline__ float2 unpack_part(uint32_t x) {
+  return make_float2(__uint_as_float(prmt(x, 0x4B00u, 0x5410)) - PART_ZERO,
+                     __uint_as_float(prmt(x, 0x4B00u, 0x5432)) - PART_ZERO);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS)
-    merge(const float* part_o, const __half* part_rows, const float* part_unit, const float2* part_ml, int num_floats,
+    merge(const float* part_o, const uint16_t* part_rows, const float* part_step, const float2* part_ml, int num_floats,
           const int* unit_start, const int* unit_partials, int rotate, const float* signs, void* out, int dtype,
           float* lse, const void* other_out, const float* other_lse) {
   __shared__ float sums[SPLIT][HEAD_DIM];
@@ -38,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (first > start + 32) partial = listed(first + lane), ml = sums_of(partial);
     float weight = partial >= 0 ? exp2_fast(ml.x - M) : 0.f;
     L += ml.y * weight;
-    if (partial >= num_floats) weight *= ml.y * part_unit[(partial - num_floats) / 64];
+    if (partial >= num_floats) weight *= part_step[partial - num_floats];
 #pragma unroll 4
     for (int i = 0; i < count; i += SPLIT) {
       const int p = __shfl_sync(~0u, partial, (i + y) & 31);
@@ -50,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         a = *reinterpret_cast<const float2*>(from), b = *reinterpret_cast<const float2*>(from + 8);
       } else {
         const uint2 words = reinterpret_cast<const uint2*>(part_rows + (size_t)(p - num_floats) * HEAD_DIM)[c];
-        a = unpack_half2(words.x), b = unpack_half2(words.y);
+        a = unpack_part(words.x), b = unpack_part(words.y);
       }
       o[0] = fmaf(a.x, f, o[0]), o[1] = fmaf(a.y, f, o[1]), o[2] = fmaf(b.x, f, o[2]), o[3] = fmaf(b.y, f, o[3]);
     }
@@ -64,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   float v = 0.f;
 #pragma unroll
   for (int i = 0; i < SPLIT; i++) v += sums[i][d];
-  v = L > 0.f ? v / L : 0.f;
+  v = L == 0.f ? 0.f : v / L;  // what is no number stays none
   if (rotate) {
 #pragma unroll
     for (int s = 1; s < 32; s <<= 1) {
@@ -82,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (signs) v *= signs[d];
   }
   const size_t at = (size_t)unit * HEAD_DIM + d;
-  float size = L > 0.f ? M + log2f(L) : NO_SCORE;  // log2 of the sum of exp
+  float size = L == 0.f ? NO_SCORE : M + log2f(L);  // log2 of the sum of exp
   if (other_out) {
     const float other_size = fmaxf(other_lse[unit] * LOG2_E, NO_SCORE), top = fmaxf(size, other_size);
     const float ours = exp2f(size - top), theirs = exp2f(other_size - top);
@@ -92,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   if (dtype == 0) static_cast<float*>(out)[at] = v;
   else if (dtype == 1) static_cast<__half*>(out)[at] = __float2half(v);
   else static_cast<__nv_bfloat16*>(out)[at] = __float2bfloat16(v);
-  if (d == 0) lse[unit] = size > 0.5f * NO_SCORE ? size / LOG2_E : -INFINITY;
+  if (d == 0) lse[unit] = size <= 0.5f * NO_SCORE ? -INFINITY : size / LOG2_E;
 }
 
 // Page mass from log2 of each page's sum: its share of the whole row. One thread per entry and head.
