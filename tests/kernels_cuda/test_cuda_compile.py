@@ -41,21 +41,22 @@ def conversion(source: str, destination: str, dim: int, kernel: str = "retier") 
     return retier_variant(*formats, KVGeometry(1, 1, dim, 64), kernel)
 
 
-# 65,536 registers for 128 threads: 4 blocks get 128 each, 3 get 168.
+# 65,536 registers for 128 threads: 4 blocks get 128 each, 3 get 168, 2 get 255.
 LIMITS = {
-    decode("tq3", 128): Limit(128, 150),
-    decode("tq3", 256): Limit(168, 160),
+    decode("tq3", 128): Limit(128, 80),
+    decode("tq3", 256): Limit(255, 0),
     decode("tq(16,4)", 64): Limit(128, 0),
-    decode("fp8", 128): Limit(128, 70),
+    decode("fp8", 128): Limit(128, 0),
     decode("fp8", 256): Limit(168, 0),
     decode("bf16", 128): Limit(168, 0),
     # 512 threads; of the 128 registers each starts with, those that unpack give some to the others.
-    cohort("tq3", 128): Limit(128, 0),
-    cohort("tq3", 256): Limit(128, 150),
-    cohort("tq3", 256, 8): Limit(128, 50),
+    # What spills is in the loops of those that unpack, which wait for the others.
+    cohort("tq3", 128): Limit(128, 24),
+    cohort("tq3", 256): Limit(128, 240),
+    cohort("tq3", 256, 8): Limit(128, 150),
     cohort("tq(16,4)", 64): Limit(128, 0),
-    cohort("fp8", 128): Limit(128, 48),
-    cohort("fp8", 256): Limit(128, 150),
+    cohort("fp8", 128): Limit(128, 0),
+    cohort("fp8", 256): Limit(128, 100),
     # 256 threads: 3 blocks get 80 registers each, 2 get 128.
     conversion("fp8", "tq3", 128): Limit(80, 0),
     conversion("bf16", "tq3", 256): Limit(128, 40),
@@ -63,7 +64,8 @@ LIMITS = {
     conversion("tq3", "fp8", 128): Limit(80, 0),
     conversion("tq3", "bf16", 256, "expand"): Limit(128, 0),
     prepare_variant(KVGeometry(1, 1, 128, 64)): Limit(64, 0),
-    merge_variant(KVGeometry(1, 1, 128, 64), 4): Limit(64, 0),
+    merge_variant(KVGeometry(1, 1, 128, 64), 2): Limit(40, 0),
+    merge_variant(KVGeometry(1, 1, 256, 64), 16): Limit(64, 0),
 }
 
 
@@ -100,6 +102,15 @@ def test_registers_and_spills(logs: dict[Variant, str]) -> None:
         for name, used in kernels.items():
             assert used.registers <= limit.registers, (variant, name, used)
             assert used.spill_bytes <= limit.spill_bytes, (variant, name, used)
+
+
+def test_cohorts_take_no_more_registers_than_there_are() -> None:
+    """With more a block waits for ever: it has 512 threads, and each starts with 128."""
+    for variant in LIMITS:
+        counts = {name: int(n) for name, n in variant.macros if name.endswith("_REGISTERS")}
+        if counts:
+            feeds = [n for name, n in counts.items() if name != "ROW_REGISTERS"]
+            assert 2 * counts["ROW_REGISTERS"] + sum(feeds) * 2 // len(feeds) <= 512, variant
 
 
 def test_warpgroup_products_run_in_parallel(logs: dict[Variant, str]) -> None:

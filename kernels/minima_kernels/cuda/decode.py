@@ -23,7 +23,9 @@ from minima_kernels.cuda.plan import (
 from minima_kernels.cuda.space import DecodeSpace, SpaceExceeded
 from minima_kernels.cuda.variants import (
     DTYPES,
+    MERGE_BLOCKS,
     MERGE_SPLITS,
+    MERGE_THREADS,
     WARPS,
     Variant,
     cohort_variant,
@@ -41,9 +43,6 @@ from minima_kernels.rotation import Rotation
 from minima_kernels.upload import upload
 
 _LOG2_E = 1.4426950408889634
-
-# Up to this many (row, head) pairs the merge shares out the partials of each among more threads.
-_FEW_HEADS = 400
 
 # Arguments that change from run to run, by place.
 _PREPARE_Q, _PREPARE_DTYPE, _PREPARE_SCALE, _PREPARE_ROTATE, _PREPARE_SIGNS = 0, 1, 5, 6, 7
@@ -252,7 +251,7 @@ class CudaDecode:
 
     def _grid(self, work: Work, kind_index: int, format_: Format) -> Grid:
         """Thread blocks that run at the same time: what the very kernels launched allow."""
-        processors = torch.cuda.get_device_properties(self._device).multi_processor_count
+        processors = _processors(self._device)
         variant = decode_variant(format_, self._geometry, self._query_bits)
         function = variant.load(_kernel_name(variant, False), self._device)
         is_shared = has_cohorts(format_) and work.has_cohorts(kind_index)
@@ -365,8 +364,8 @@ class CudaDecode:
 
     def _make_merge(self, cut: Cut) -> Launch:
         units = self._num_rows * self._num_heads
-        split = MERGE_SPLITS[units <= _FEW_HEADS]
-        function = merge_variant(self._geometry, split).load("merge", self._device)
+        variant = self._merge_variant(units)
+        function = variant.load("merge", self._device)
         arguments: list[Argument] = [
             self._part_o,
             self._part_rows,
@@ -385,6 +384,15 @@ class CudaDecode:
         ]
         return Launch(function, (units, 1), arguments, overlaps=True)
 
+    def _merge_variant(self, units: int) -> Variant:
+        """The merge with the most threads per unit with which all units are merged at once."""
+        for split in MERGE_SPLITS:
+            variant = merge_variant(self._geometry, split)
+            blocks = min(MERGE_BLOCKS, MERGE_THREADS // variant.threads[0])
+            if units <= _processors(self._device) * blocks:
+                break
+        return variant
+
     @cached_property
     def _entry_rows(self) -> torch.Tensor:
         """int32 [entries]: made when page mass is first asked for, as it may be long."""
@@ -400,6 +408,10 @@ class CudaDecode:
             self._num_heads,
         ]
         return Launch(function, (-(-mass.numel() // 256), 1), arguments, overlaps=True)
+
+
+def _processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _kernel_name(variant: Variant, page_mass: bool) -> str:

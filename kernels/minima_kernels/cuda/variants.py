@@ -34,7 +34,7 @@ MAX_GROUP = 16
 """Query heads per KV head, at most."""
 
 # Blocks per multiprocessor by head dim: what registers and shared memory allow.
-_TQ_BLOCKS = {64: 4, 128: 4, 256: 3}
+_TQ_BLOCKS = {64: 4, 128: 4, 256: 2}
 _ROW_BLOCKS = {
     (64, 1): 4, (128, 1): 4, (256, 1): 3,
     (64, 2): 4, (128, 2): 3, (256, 2): 2,
@@ -47,9 +47,9 @@ WARPS = 4
 """Warps of a thread block of the decode kernels."""
 
 # Cohort kernels by head dim: stages of the K ring and of the V ring, and registers of a thread that
-# owns rows and of one that unpacks. Twice both must not exceed four times the 128 a thread starts
-# with, or a block waits for registers for ever.
-_COHORT = {64: (6, 6, 192, 64), 128: (6, 6, 192, 64), 256: (3, 3, 216, 40)}
+# owns rows, of one that unpacks K and of one that unpacks V. Twice the first and both others must
+# not exceed four times the 128 a thread starts with, or a block waits for registers for ever.
+_COHORT = {64: (6, 6, 200, 48, 64), 128: (6, 6, 200, 48, 64), 256: (3, 3, 216, 32, 48)}
 # Over FP8 pages also: pages that are copied ahead, and whether the next page's scores are made
 # early, which takes registers.
 _COHORT_FP8 = {
@@ -60,8 +60,10 @@ _COHORT_THREADS = 512
 _RETIER_THREADS = 256
 APPEND_THREADS = 256
 
-MERGE_SPLITS = 4, 16
-"""Groups of threads of a merge: where there are many heads to merge, and where there are few."""
+MERGE_SPLITS = 16, 8, 4, 2
+"""Groups of threads that a merge has for a row and head: the more the fewer of those there are."""
+MERGE_THREADS, MERGE_BLOCKS = 1536, 32
+"""Threads of a merge that are on a multiprocessor at the same time, in so many blocks at most."""
 
 
 @dataclass(frozen=True)
@@ -139,8 +141,10 @@ def cohort_variant(format_: Format, geometry: KVGeometry, query_bits: int) -> Va
     """The attention kernel for pages of a format with ``has_cohorts`` that many rows read."""
     dim = geometry.head_dim
     shape: tuple[int, ...] = _COHORT[dim] if isinstance(format_, TQ) else _COHORT_FP8[dim]
-    names = "K_STAGES", "V_STAGES", "ROW_REGISTERS", "FEED_REGISTERS", "HELD", "EARLY"
-    macros: dict[str, int | str] = {"HEAD_DIM": dim, **dict(zip(names, shape, strict=False))}
+    names: tuple[str, ...] = "K_STAGES", "V_STAGES", "ROW_REGISTERS", "K_REGISTERS", "V_REGISTERS"
+    if format_ == FP8:
+        names = *names[:3], "FEED_REGISTERS", "HELD", "EARLY"
+    macros: dict[str, int | str] = {"HEAD_DIM": dim, **dict(zip(names, shape, strict=True))}
     if not isinstance(format_, TQ):
         return Variant("cohort_fp8.cu", tuple(macros.items()), (_COHORT_THREADS, 1), True)
     macros |= {

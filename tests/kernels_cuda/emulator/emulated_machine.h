@@ -95,6 +95,7 @@ inline uint32_t prmt(uint32_t a, uint32_t b, uint32_t s) {
   }
   return d;
 }
+inline int max3(int a, int b, int c) { return std::max(a, std::max(b, c)); }
 inline float exp2_fast(float x) { return x < -126.f ? 0.f : exp2f(x); }
 inline float log2_fast(float x) { return log2f(x); }
 inline uint32_t pack_half2(float low, float high) {
@@ -205,6 +206,14 @@ inline void load_matrices_transposed(uint32_t a, uint32_t* r) {
   load_rows(a, r, [&](const uint32_t* rows) {
     return load_shared<uint16_t>(rows[2 * j] + 2 * g) | (uint32_t)load_shared<uint16_t>(rows[2 * j + 1] + 2 * g) << 16;
   });
+}
+inline void store_matrices(uint32_t a, uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
+  const uint32_t* all = emulator::exchange(a, "store_matrices");
+  const int g = emulator::current->lane >> 2, j = emulator::current->lane & 3;
+  uint32_t rows[4];
+  for (int i = 0; i < 4; i++) rows[i] = all[8 * i + g] + 4 * j;
+  const uint32_t values[4] = {x, y, z, w};
+  for (int i = 0; i < 4; i++) store4(rows[i], values[i]);
 }
 inline uint32_t transpose8x8(uint32_t a) {
   const uint32_t* all = emulator::exchange(a, "transpose8x8");

@@ -105,10 +105,13 @@ inline std::function<Rows()> read_rows(uint64_t a) {
   exchange(0, "a product of tiles");
   return [=] { return rows_of_tile(Tile(a)); };
 }
-template <int N, typename A>
+template <int N, bool ADD, typename A>
 void issue_bytes(int* d, A a, uint64_t b) {
   const auto rows = read_rows(a);
-  issue<N>(d, [=] { multiply<N>(d, rows(), Tile(b)); });
+  issue<N>(d, [=] {
+    if (!ADD) std::fill(d, d + N / 2, 0);
+    multiply<N>(d, rows(), Tile(b));
+  });
 }
 template <int N, bool TRANSPOSED, bool ADD, typename A>
 void issue_halves(float* d, A a, uint64_t b) {
@@ -128,15 +131,17 @@ inline void wgmma_commit() {
   for (emulator::Product& product : emulator::current->products)
     if (!product.rank) product.rank = emulator::current->groups;
 }
+template <int COUNT>
+inline void settle(float*) {}
 template <int PENDING>
 inline void wgmma_wait() {
   emulator::exchange(0, "wgmma_wait");
   emulator::finish_products(*emulator::current, PENDING);
 }
-template <typename A>
-inline void wgmma_s8_n64(int* d, A a, uint64_t b) { emulator::issue_bytes<64>(d, a, b); }
-template <typename A>
-inline void wgmma_s8_n16(int* d, A a, uint64_t b) { emulator::issue_bytes<16>(d, a, b); }
+template <bool ADD = true, typename A>
+inline void wgmma_s8_n64(int* d, A a, uint64_t b) { emulator::issue_bytes<64, ADD>(d, a, b); }
+template <bool ADD = true, typename A>
+inline void wgmma_s8_n16(int* d, A a, uint64_t b) { emulator::issue_bytes<16, ADD>(d, a, b); }
 template <int N, bool TRANSPOSED = false, bool ADD = true>
 inline void wgmma_f16(float* d, const uint32_t* a, uint64_t b) {
   emulator::issue_halves<N == 64 ? 64 : 128, TRANSPOSED, ADD>(d, a, b);

@@ -2,6 +2,8 @@
 // softmax of a block of rows and its partials.
 // Macro: HEAD_DIM.
 #pragma once
+#include <limits.h>
+
 #include "common.cuh"
 
 constexpr int CONSUMERS = 2, ROWS = 64;
@@ -75,12 +77,25 @@ __device__ __forceinline__ float scale_of(const float4& scales, int x) {
   return x & 4 ? (x & 1 ? scales.w : scales.z) : (x & 1 ? scales.y : scales.x);
 }
 
-// Scores of a page to weights. `s` has the references taken off already; `x0`, `x1` are the lane's largest.
-__device__ __forceinline__ Weighed weigh(BlockRows& rows, float* s, float x0, float x1, float page_unit) {
+// Whether one of these is more than `limit`, which is not negative: then floats compare as their bits do.
+__device__ __forceinline__ bool exceeds(const float* s, float limit) {
+  int top[4] = {INT_MIN, INT_MIN, INT_MIN, INT_MIN};  // several, as each waits for the one before
+#pragma unroll
+  for (int i = 0; i < 32; i += 2)
+    top[i / 2 % 4] = max3(top[i / 2 % 4], __float_as_int(s[i]), __float_as_int(s[i + 1]));
+  return max(max3(top[0], top[1], top[2]), top[3]) > __float_as_int(limit);
+}
+
+// Scores of a page to weights. `s` has the references taken off already.
+__device__ __forceinline__ Weighed weigh(BlockRows& rows, float* s, float page_unit) {
   Weighed done{false, 1.f, 1.f, 0.f, 0.f};
   // The reference of a row moves only when a weight would pass 2^10.
-  done.moves = __any_sync(~0u, fmaxf(x0, x1) > 10.f || page_unit != rows.v_unit) || rows.first;
+  done.moves = __any_sync(~0u, exceeds(s, 10.f) || page_unit != rows.v_unit) || rows.first;
   if (done.moves) {
+    float x0 = NO_SCORE, x1 = NO_SCORE;
+#pragma unroll
+    for (int i = 0; i < 32; i++)
+      if (i & 2) x1 = fmaxf(x1, s[i]); else x0 = fmaxf(x0, s[i]);
 #pragma unroll
     for (int o = 1; o < 4; o <<= 1) {
       x0 = fmaxf(x0, __shfl_xor_sync(~0u, x0, o));
@@ -97,11 +112,13 @@ __device__ __forceinline__ Weighed weigh(BlockRows& rows, float* s, float x0, fl
     for (int i = 0; i < 32; i++) s[i] -= i & 2 ? d1 : d0;
     rows.first = false;
   }
+  float sums[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
   for (int i = 0; i < 32; i++) {
     s[i] = exp2_fast(s[i]);
-    if (i & 2) done.sum1 += s[i]; else done.sum0 += s[i];
+    sums[i & 3] += s[i];
   }
+  done.sum0 = sums[0] + sums[1], done.sum1 = sums[2] + sums[3];
   rows.l0 += done.sum0, rows.l1 += done.sum1;
   return done;
 }

@@ -5,7 +5,7 @@
 // Warpgroups 0 and 1 unpack K to bytes and V to 16-bit floats in shared memory; a packed register of a warp is
 // one core matrix, so the stores have no bank conflicts. The one of V also makes a tile of 15-bit integers of
 // eight key means at a time. Warpgroups 2 and 3 own a block of rows each, or alternate pages of the only block.
-// Macros: HEAD_DIM, K_BITS, V_BITS, Q_BYTES, CENTRED, K_STAGES, V_STAGES, ROW_REGISTERS, FEED_REGISTERS, the
+// Macros: HEAD_DIM, K_BITS, V_BITS, Q_BYTES, CENTRED, K_STAGES, V_STAGES, ROW_REGISTERS, K_REGISTERS, V_REGISTERS, the
 // tables of unpack.cuh and the codebook steps K_STEP, V_STEP.
 #include <stddef.h>
 
@@ -77,16 +77,20 @@ struct Words {
   }
 };
 
+// Where this lane's row of four core matrices lies: two and two, `stride` bytes apart.
+__device__ __forceinline__ uint32_t matrix_row(int lane, uint32_t stride) {
+  return (lane >> 4) * stride + (lane >> 3 & 1) * 128 + (lane & 7) * 16;
+}
+
 // Bytes of K: register r of a group is the core matrix of eight tokens and 16 channels.
 __device__ __forceinline__ void put_keys(uint32_t tile, int warp, int lane, const uint32_t* x) {
-  const uint32_t to = tile + lane * 4 + warp * 256;
+  const uint32_t to = tile + matrix_row(lane, K_STRIDE) + warp * 256;
 #pragma unroll
   for (int group = 0; group < GROUPS; group++) {
     uint32_t r[8];
     unpack_bytes<K_BITS, KTable>(x + group * K_BITS, r);
 #pragma unroll
-    for (int i = 0; i < 8; i++)
-      store4(to + ((2 * group + i / 4) * 2 + (i >> 1 & 1)) * K_STRIDE + (i & 1) * 128, r[i]);
+    for (int i = 0; i < 8; i += 4) store_matrices(to + (4 * group + i / 2) * K_STRIDE, r[i], r[i + 1], r[i + 2], r[i + 3]);
   }
 }
 
@@ -95,19 +99,18 @@ __device__ __forceinline__ void put_values(uint32_t tile, int warp, int lane, co
   const __half2 offset = __half2half2(__ushort_as_half(0x6480));
 #pragma unroll
   for (int group = 0; group < GROUPS; group++) {
-    const uint32_t to = tile + lane * 4 + (warp * GROUPS + group) * 256;
+    const uint32_t to = tile + matrix_row(lane, V_STRIDE) + (warp * GROUPS + group) * 256;
     uint32_t r[8];
     unpack_bytes<V_BITS, VTable>(x + group * V_BITS, r);
+    auto half = [&](uint32_t bytes, uint32_t pick) {
+      const uint32_t pair = prmt(V_BITS == 4 ? bytes ^ 0x80808080u : bytes, 0x64646464u, pick);
+      const __half2 value = __hsub2(*reinterpret_cast<const __half2*>(&pair), offset);
+      return *reinterpret_cast<const uint32_t*>(&value);
+    };
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
-      const uint32_t bytes = V_BITS == 4 ? r[i] ^ 0x80808080u : r[i];
-      const uint32_t low = prmt(bytes, 0x64646464u, 0x4140), high = prmt(bytes, 0x64646464u, 0x4342);
-      const __half2 a = __hsub2(*reinterpret_cast<const __half2*>(&low), offset);
-      const __half2 b = __hsub2(*reinterpret_cast<const __half2*>(&high), offset);
-      const uint32_t at = to + (i >> 1) * 2 * V_STRIDE + (i & 1) * 128;
-      store4(at, *reinterpret_cast<const uint32_t*>(&a));
-      store4(at + V_STRIDE, *reinterpret_cast<const uint32_t*>(&b));
-    }
+    for (int i = 0; i < 8; i += 2)
+      store_matrices(to + i * V_STRIDE, half(r[i], 0x4140), half(r[i + 1], 0x4140), half(r[i], 0x4342),
+                     half(r[i + 1], 0x4342));
   }
 }
 
@@ -241,9 +244,9 @@ __device__ __forceinline__ void feed_values(const uint8_t* share, const int* pag
       if (lane == 0) arrive(full + 8 * ring.stage, 1);
       ring.advance(1);
       if (CENTRED && (p | 7) + 1 < count) {  // the means of the next eight pages, a step at a time
-        if ((p & 3) == 1) fetch((p | 7) + 1 + (p & 4));
-        if ((p & 7) == 2) barrier_wait(shared_address(&shared.mean_empty[means.stage]), means.phase ^ 1);
-        if ((p & 3) == 3) put(p & 4);
+        if ((p & 3) == 0) fetch((p | 7) + 1 + (p & 4));
+        if ((p & 7) == 1) barrier_wait(shared_address(&shared.mean_empty[means.stage]), means.phase ^ 1);
+        if ((p & 3) == 2) put(p & 4);
       }
     }
   }
@@ -291,9 +294,13 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
   }
   __syncthreads();
   if (role < 2) {
-    give_registers<FEED_REGISTERS>();
-    if (role == 0) feed_keys(share, pages, item_start, items, shared, k_tiles, warp, lane);
-    else feed_values(share, pages, item_start, items, shared, v_tiles, memory + MEAN_AT, warp, lane);
+    if (role == 0) {
+      give_registers<K_REGISTERS>();
+      feed_keys(share, pages, item_start, items, shared, k_tiles, warp, lane);
+    } else {
+      give_registers<V_REGISTERS>();
+      feed_values(share, pages, item_start, items, shared, v_tiles, memory + MEAN_AT, warp, lane);
+    }
     return;
   }
   take_registers<ROW_REGISTERS>();
@@ -305,9 +312,12 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
   const uint64_t q_high = tile_descriptor(q_tile, K_STRIDE, 128), q_low = tile_descriptor(low_tile, K_STRIDE, 128);
   const uint64_t keys = tile_descriptor(k_tiles, K_STRIDE, 128), values = tile_descriptor(v_tiles, V_STRIDE, 128);
   const uint64_t means = tile_descriptor(k_tiles + MEAN_AT, MEAN_STRIDE, 128);
-  // Pages are fetched before the queries are there; see tq_decode.cu for the order of kernels.
-  if (!chained) depend_wait();
-  depend_go();
+  // Pages are fetched, and work lists read, before the queries are there; see tq_decode.cu for the order of kernels.
+  auto begin = [&] {
+    if (!chained) depend_wait();
+    depend_go();
+  };
+  if (load_int(item_start + blockIdx.x) == load_int(item_start + blockIdx.x + 1)) begin();
   int passed = 0;   // pages of items done
   Ring<2> mean_ring;
   for (int index = load_int(item_start + blockIdx.x); index < load_int(item_start + blockIdx.x + 1); index++) {
@@ -318,7 +328,8 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
     const Cohort item = load_cohort(items, index);
     const int blocks = item.blocks & 255, block = me % blocks, step = 3 - blocks, count = item.last - item.first;
     const int* refs_at = rows + (item.rows + block) * ROWS + warp * 16 + g;
-    const int refs[2] = {refs_at[0], refs_at[8]};
+    const int refs[2] = {load_int(refs_at), load_int(refs_at + 8)};
+    if (passed == 0) begin();
     uint32_t q[HIGH_SHARED ? 1 : K_STEPS][4];
 #pragma unroll
     for (int k = 0; k < K_STEPS; k++) {
@@ -360,10 +371,12 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
     auto score_high = [&](int stage) {
       const uint64_t tile = keys + (uint64_t)(stage * K_TILE >> 4);
 #pragma unroll
-      for (int i = 0; i < 32; i++) S[i] = Q_BYTES == 2 ? 0 : MAGIC_BITS;
+      for (int i = 0; i < 32 * (Q_BYTES == 1); i++) S[i] = MAGIC_BITS;
       wgmma_fence();
+      if constexpr (HIGH_SHARED) wgmma_s8_n64<Q_BYTES == 1>(S, q_high, tile);
+      else wgmma_s8_n64<Q_BYTES == 1>(S, q[0], tile);
 #pragma unroll
-      for (int k = 0; k < K_STEPS; k++) {
+      for (int k = 1; k < K_STEPS; k++) {
         const uint64_t along = (uint64_t)(k * 2 * K_STRIDE >> 4);
         if constexpr (HIGH_SHARED) wgmma_s8_n64(S, q_high + along, tile + along);
         else wgmma_s8_n64(S, q[k], tile + along);
@@ -387,9 +400,7 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
     };
     // Queries times the key means of the next eight pages; waits for all products.
     auto mean_scores = [&]() {
-      int sum[8];
-#pragma unroll
-      for (int i = 0; i < 8; i++) sum[i] = 0;
+      int sum[8], low[8];  // of the queries' high and low bytes
       __syncwarp();  // all lanes have read those before
       barrier_wait(shared_address(&shared.mean_full[0]) + 8 * mean_ring.stage, mean_ring.phase);
       const uint64_t tile = means + (uint64_t)(mean_ring.stage * MEAN_TILE >> 4);
@@ -397,19 +408,20 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
 #pragma unroll
       for (int k = 0; k < K_STEPS; k++) {
         const uint64_t along = (uint64_t)(k * 2 * K_STRIDE >> 4), rows_along = (uint64_t)(k * 2 * MEAN_STRIDE >> 4);
+        if (k == 0) {
+          if constexpr (HIGH_SHARED) wgmma_s8_n16<false>(sum, q_high, tile);
+          else wgmma_s8_n16<false>(sum, q[0], tile);
+          wgmma_s8_n16<false>(low, q_low, tile);
+          continue;
+        }
         if constexpr (HIGH_SHARED) wgmma_s8_n16(sum, q_high + along, tile + rows_along);
         else wgmma_s8_n16(sum, q[k], tile + rows_along);
+        wgmma_s8_n16(low, q_low + along, tile + rows_along);
       }
       wgmma_commit();
       wgmma_wait<0>();
 #pragma unroll
-      for (int i = 0; i < 8; i++) sum[i] *= 128;
-      wgmma_fence();
-#pragma unroll
-      for (int k = 0; k < K_STEPS; k++)
-        wgmma_s8_n16(sum, q_low + (uint64_t)(k * 2 * K_STRIDE >> 4), tile + (uint64_t)(k * 2 * MEAN_STRIDE >> 4));
-      wgmma_commit();
-      wgmma_wait<0>();
+      for (int i = 0; i < 8; i++) sum[i] = sum[i] * 128 + low[i];
       const float2 size = *reinterpret_cast<const float2*>(&shared.mean_step[mean_ring.stage][2 * j]);
 #pragma unroll
       for (int i = 0; i < 4; i++)
@@ -449,7 +461,7 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
         shift1 = fmaf(dots[8 * MEAN_PAGES], scale[1], shift1);
       }
       const float page_unit = shared.v_unit[sets.stage];
-      float s[32], x0 = NO_SCORE, x1 = NO_SCORE;
+      float s[32];
 #pragma unroll
       for (int u = 0; u < 4; u++) {
         const float4 k_scale = load_floats(page_scales(0) + u * 16);
@@ -458,7 +470,6 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
           const float sum = Q_BYTES == 2 ? (float)S[u * 8 + x] : __int_as_float(S[u * 8 + x]) - MAGIC;
           const float t = sum * scale_of(k_scale, x);
           s[u * 8 + x] = fmaf(t, x & 2 ? scale[1] : scale[0], x & 2 ? shift1 : shift0);
-          if (x & 2) x1 = fmaxf(x1, s[u * 8 + x]); else x0 = fmaxf(x0, s[u * 8 + x]);
         }
       }
       if constexpr (EARLY) {
@@ -466,7 +477,8 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
         score_high(k_ring.stage);  // runs under this page's softmax
         load_scales(page_scales(1), v_scales);
       }
-      const Weighed now = weigh(run, s, x0, x1, page_unit);
+      const Weighed now = weigh(run, s, page_unit);
+      settle<32>(s);
       if constexpr (EARLY) {
         score_low(k_ring.stage);
         if constexpr (Q_BYTES == 1) wgmma_wait<0>();
@@ -490,15 +502,15 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
       uint32_t P[16];
 #pragma unroll
       for (int i = 0; i < 16; i++) P[i] = pack_half2(s[2 * i], s[2 * i + 1]);
-      v_stage = v_ring.stage;
-      barrier_wait(v_full + 8 * v_stage, v_ring.phase);
-      v_ring.advance(step);
       sets.advance(step);
       if constexpr (!EARLY) {
         expect_next();
         score_high(k_ring.stage);
         score_low(k_ring.stage);
       }
+      v_stage = v_ring.stage;
+      barrier_wait(v_full + 8 * v_stage, v_ring.phase);
+      v_ring.advance(step);
       wgmma_fence();
 #pragma unroll
       for (int k = 0; k < 4; k++)
@@ -508,6 +520,7 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
       give_back(p + step);
     }
     wgmma_wait<0>();
+    settle<HEAD_DIM / 2>(O);
     if (lane == 0 && v_stage >= 0) arrive(v_empty + 8 * v_stage, step);
     if (CENTRED && step == 2 && me == 1 && count % MEAN_PAGES == 1) {  // the last means are one, not for these pages
       barrier_wait(shared_address(&shared.mean_full[0]) + 8 * mean_ring.stage, mean_ring.phase);

@@ -200,9 +200,12 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, int v_
   const uint64_t queries = tile_descriptor(q_tile, CHANNEL_STRIDE, 128);
   const uint64_t keys = tile_descriptor(k_tiles, CHANNEL_STRIDE, TOKEN_STRIDE);
   const uint64_t values = tile_descriptor(v_tiles, TOKEN_STRIDE, CHANNEL_STRIDE);
-  // Pages are fetched before the queries are there; see tq_decode.cu for the order of kernels.
-  if (!chained) depend_wait();
-  depend_go();
+  // Pages are fetched, and work lists read, before the queries are there; see tq_decode.cu for the order of kernels.
+  auto begin = [&] {
+    if (!chained) depend_wait();
+    depend_go();
+  };
+  if (load_int(item_start + blockIdx.x) == load_int(item_start + blockIdx.x + 1)) begin();
   int passed = 0;  // pages of items done
   for (int index = load_int(item_start + blockIdx.x); index < load_int(item_start + blockIdx.x + 1); index++) {
     // A parity tells a round of a ring only from the ones beside it: the consumers begin an item together, see
@@ -211,7 +214,8 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, int v_
     const Cohort item = load_cohort(items, index);
     const int blocks = item.blocks & 255, block = me % blocks, step = 3 - blocks, count = item.last - item.first;
     const int* refs_at = rows + (item.rows + block) * ROWS + warp * 16 + g;
-    const int refs[2] = {refs_at[0], refs_at[8]};
+    const int refs[2] = {load_int(refs_at), load_int(refs_at + 8)};
+    if (passed == 0) begin();
     uint32_t q[Q_SHARED ? 1 : K_STEPS][4];
 #pragma unroll
     for (int k = 0; k < K_STEPS; k++) {
@@ -276,7 +280,7 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, int v_
     for (; p < count; p += step) {
       const uint32_t page_scales = scales + sets.stage * (2 * SCALE_SET * 4);
       const float page_unit = shared.v_unit[sets.stage];
-      float s[32], x0 = NO_SCORE, x1 = NO_SCORE;
+      float s[32];
 #pragma unroll
       for (int u = 0; u < 4; u++) {
         const float4 k_scale = load_floats(page_scales + u * 16);
@@ -284,12 +288,12 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, int v_
         for (int x = 0; x < 8; x++) {
           const float t = S[u * 8 + x] * scale_of(k_scale, x);
           s[u * 8 + x] = x & 2 ? fmaf(t, scale[1], -run.m1) : fmaf(t, scale[0], -run.m0);
-          if (x & 2) x1 = fmaxf(x1, s[u * 8 + x]); else x0 = fmaxf(x0, s[u * 8 + x]);
         }
       }
       if constexpr (EARLY) score_next();  // runs under this page's softmax
-      const Weighed now = weigh(run, s, x0, x1, page_unit);
+      const Weighed now = weigh(run, s, page_unit);
       scale_weights(s, page_scales + SCALE_SET * 4);
+      settle<32>(s);
       if (MASS)
         write_row_mass(mass, load_cohort(items, index), p, block, now.sum0, now.sum1, run, scale, num_heads, group, warp,
                        lane);
@@ -320,6 +324,7 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, int v_
       }
     }
     wgmma_wait<0>();
+    settle<HEAD_DIM / 2>(O);
     if (lane == 0 && v_stage >= 0) arrive(v_empty + 8 * v_stage, step);
     write_rows(O, run, item.slot + me, run.v_unit, part_o, part_ml, part_step, warp, lane);
   }

@@ -49,6 +49,8 @@ __device__ __forceinline__ uint32_t halves_of_e4m3(uint32_t pair) {
   asm("cvt.rn.f16x2.e4m3x2 %0,%1;" : "=r"(d) : "h"((uint16_t)pair));
   return d;
 }
+// Hopper has an instruction for three integers, not for three floats.
+__device__ __forceinline__ int max3(int a, int b, int c) { return __vimax3_s32(a, b, c); }
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
 __device__ __forceinline__ uint4 load_shared16(uint32_t a) {
   uint4 v;
@@ -73,6 +75,11 @@ __device__ __forceinline__ void load_matrices(uint32_t a, uint32_t* r) {
 __device__ __forceinline__ void load_matrices_transposed(uint32_t a, uint32_t* r) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3},[%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(a));
+}
+// The same of registers to matrices.
+__device__ __forceinline__ void store_matrices(uint32_t a, uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0],{%1,%2,%3,%4};"
+               ::"r"(a), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
 // Not to be hoisted out of a loop: that would cost more registers than the loads cost time.
 __device__ __forceinline__ uint4 load_here(const uint4* p) {

@@ -18,6 +18,13 @@ template <int PENDING>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
+// Keeps the order of what makes or reads `d` and of waits: reading sums in front of one would end the pipeline of
+// products, and work that should run under a product is not to be put off until behind the wait for it.
+template <int COUNT>
+__device__ __forceinline__ void settle(float* d) {
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) asm volatile("" : "+f"(d[i]));
+}
 
 #define OUT4(C, d, i) C(d[i]), C(d[i + 1]), C(d[i + 2]), C(d[i + 3])
 #define OUT16(C, d, i) OUT4(C, d, i), OUT4(C, d, i + 4), OUT4(C, d, i + 8), OUT4(C, d, i + 12)
@@ -30,27 +37,31 @@ __device__ __forceinline__ void wgmma_wait() {
   "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58," \
   "%59,%60,%61,%62,%63"
 
-// int32 [64 x 64] += int8 A * int8 B, 32 deep.
+// int32 [64 x 64] += int8 A * int8 B, 32 deep. Without ADD the sums begin here.
+template <bool ADD = true>
 __device__ __forceinline__ void wgmma_s8_n64(int* d, const uint32_t* a, uint64_t b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 {" D0_31 "},{%32,%33,%34,%35},%36,1;"
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 {" D0_31 "},{%32,%33,%34,%35},%36,%37;"
                : OUT16(INT_, d, 0), OUT16(INT_, d, 16)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(ADD));
 }
+template <bool ADD = true>
 __device__ __forceinline__ void wgmma_s8_n64(int* d, uint64_t a, uint64_t b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 {" D0_31 "},%32,%33,1;"
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 {" D0_31 "},%32,%33,%34;"
                : OUT16(INT_, d, 0), OUT16(INT_, d, 16)
-               : "l"(a), "l"(b));
+               : "l"(a), "l"(b), "n"(ADD));
 }
 // int32 [64 x 16] += int8 A * int8 B, 32 deep.
+template <bool ADD = true>
 __device__ __forceinline__ void wgmma_s8_n16(int* d, const uint32_t* a, uint64_t b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n16k32.s32.s8.s8 {" D0_7 "},{%8,%9,%10,%11},%12,1;"
+  asm volatile("wgmma.mma_async.sync.aligned.m64n16k32.s32.s8.s8 {" D0_7 "},{%8,%9,%10,%11},%12,%13;"
                : OUT4(INT_, d, 0), OUT4(INT_, d, 4)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(ADD));
 }
+template <bool ADD = true>
 __device__ __forceinline__ void wgmma_s8_n16(int* d, uint64_t a, uint64_t b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n16k32.s32.s8.s8 {" D0_7 "},%8,%9,1;"
+  asm volatile("wgmma.mma_async.sync.aligned.m64n16k32.s32.s8.s8 {" D0_7 "},%8,%9,%10;"
                : OUT4(INT_, d, 0), OUT4(INT_, d, 4)
-               : "l"(a), "l"(b));
+               : "l"(a), "l"(b), "n"(ADD));
 }
 // float [64 x N] += half A * half B, 16 deep. TRANSPOSED: a core matrix of B is 8 values along K, each with 16 bytes
 // along N. Without ADD the sums begin here.
