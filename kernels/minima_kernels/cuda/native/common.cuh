@@ -52,23 +52,24 @@ __device__ __forceinline__ float max_rows(float x) {
 // What of an item is needed again after its pages: kept in shared memory, a copy for each warp, so that it is
 // there at once and takes no registers.
 struct Held {
-  int tile, slot;
+  int slot;
   uint32_t columns;  // bit n: column n of the tile is a row's
 };
 // `columns[n]` of the tile: offset of the row among its page entries << 8 | head within the group, or -1.
 __device__ __forceinline__ void hold_item(Held& held, const Item& item, const int* columns) {
   const int lane = threadIdx.x & 31;
   const uint32_t used = __ballot_sync(~0u, lane < COLUMNS && columns[lane & (COLUMNS - 1)] >= 0);
-  if (lane == 0) held = {item.tile, item.slot, used};
+  if (lane == 0) held = {item.slot, used};
   __syncwarp();
 }
 
 // Merges the warps of a block and writes the partial of an item. `channel(i, half)` is the channel of
 // accumulators O[i][0..1] (half 0) and O[i][2..3] (half 1) of this lane; `scratch` takes
-// NUM_WARPS rows of `scratch_stride` bytes, at least DIM * 40 each.
-template <int DIM, int NUM_WARPS, typename Channel>
+// NUM_WARPS rows of `scratch_stride` bytes, at least DIM * 40 each; of `sums` each warp's row is its own until all
+// are here.
+template <int DIM, int NUM_WARPS, int WIDTH, typename Channel>
 __device__ __forceinline__ void write_partial(float (*O)[4], Running run, float factor, uint8_t* scratch,
-                                              int scratch_stride, float2 (*sums)[COLUMNS], const Held& held,
+                                              int scratch_stride, float2 (*sums)[WIDTH], const Held& held,
                                               float* part_o, float2* part_ml, Channel channel) {
   constexpr int ROW = COLUMNS + 2;  // padded against bank conflicts
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, j = lane & 3;
@@ -116,7 +117,7 @@ __device__ __forceinline__ void write_partial(float (*O)[4], Running run, float 
 // Where an item's page masses go: the place of each column of the first page, or -1, and the places from one
 // page to the next. A warp has its own.
 struct MassPlaces {
-  alignas(8) int column[COLUMNS];
+  int column[COLUMNS];
   int step;
 };
 __device__ __forceinline__ void set_mass_places(MassPlaces& places, const int* columns, const Item& item, int num_heads,
@@ -129,15 +130,16 @@ __device__ __forceinline__ void set_mass_places(MassPlaces& places, const int* c
   }
   __syncwarp();
 }
-// Writes log2 of the sum of exp of an item's page for the two columns of each lane (lanes g = 0 write).
+// Writes log2 of the sum of exp of an item's page for the two columns of each lane: after the first exchange lanes
+// of even g add up column 2j, those of odd g column 2j + 1.
 __device__ __forceinline__ void write_mass(float* mass, const MassPlaces& places, int page, float sum0, float sum1,
                                            float m0, float m1) {
   const int lane = threadIdx.x & 31;
-  sum0 = sum_rows(sum0);
-  sum1 = sum_rows(sum1);
-  if (lane >= 4) return;
-  const int2 column = *reinterpret_cast<const int2*>(&places.column[2 * lane]);
-  const size_t offset = (size_t)page * places.step;
-  if (column.x >= 0) mass[offset + column.x] = log2_fast(sum0) + m0;
-  if (column.y >= 0) mass[offset + column.y] = log2_fast(sum1) + m1;
+  const bool odd = lane & 4;
+  float sum = (odd ? sum1 : sum0) + __shfl_xor_sync(~0u, odd ? sum0 : sum1, 4);
+  sum += __shfl_xor_sync(~0u, sum, 8);
+  sum += __shfl_xor_sync(~0u, sum, 16);
+  if (lane >= 8) return;
+  const int column = places.column[2 * (lane & 3) + odd];
+  if (column >= 0) mass[column + (size_t)page * places.step] = log2_fast(sum) + (odd ? m1 : m0);
 }

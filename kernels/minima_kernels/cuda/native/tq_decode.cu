@@ -3,7 +3,7 @@
 //   out  += P * codes_V                                    m16n8k32 s8 x u8, P = 256 * high + low
 // A warp owns whole pages. Two bulk copies (K codes and scales, V codes and scales) fill its slot, one
 // half is refetched while the other is used; codes become MMA operands in registers. The key means of
-// eight pages at a time are the rows of one more product.
+// eight pages at a time are the rows of one more product, with queries that lie in shared memory.
 // Macros: HEAD_DIM, K_BITS, V_BITS, Q_BYTES, CENTRED, WARPS, MIN_BLOCKS, the tables K_T0.., V_T0..
 // and the codebook steps K_STEP, V_STEP.
 #include "common.cuh"
@@ -17,7 +17,8 @@ constexpr int ROOM = K_BYTES + V_BYTES > HEAD_DIM * 40 ? K_BYTES + V_BYTES : HEA
 constexpr int SLOT = (ROOM + 127) / 128 * 128;
 constexpr int MEAN_PAGES = 8, MEAN_ROW = 2 * HEAD_DIM + 16;  // rows padded against bank conflicts
 constexpr int MEAN_SLOT = CENTRED ? (MEAN_PAGES * MEAN_ROW + 127) / 128 * 128 : 0;
-constexpr int SHARED = WARPS * (SLOT + MEAN_SLOT);
+constexpr int QUERIES = CENTRED ? HEAD_DIM * COLUMNS * 4 : 0;  // of a tile, as sums of two 16-bit floats
+constexpr int QUERIES_AT = WARPS * (SLOT + MEAN_SLOT), SHARED = QUERIES_AT + QUERIES;
 constexpr int K_STEPS = HEAD_DIM / 32, V_TILES = HEAD_DIM / 16, BUNDLES = HEAD_DIM / 64;
 constexpr float Q_MAX = Q_BYTES == 2 ? 16256.f : 127.f;
 // Integer sums start here, so that their bits are floats: 1.5 * 2^23 plus the sum.
@@ -74,28 +75,19 @@ __device__ __forceinline__ void scores(uint32_t keys, const uint32_t (*q)[2], co
   }
 }
 
-// Dot products of up to eight key means, there once `barrier` has passed, with columns 2j and 2j + 1: those of page g.
-__device__ __forceinline__ float2 mean_scores(uint32_t means, const uint4* q, uint32_t barrier, uint32_t phase) {
-  constexpr int TURNS = 2 * BUNDLES, AHEAD = TURNS < 3 ? TURNS : 3;  // operands on their way hide each other's time
+// Dot products of up to eight key means with columns 2j and 2j + 1: those of page g.
+__device__ __forceinline__ float2 mean_scores(uint32_t means, uint32_t queries) {
   const int lane = threadIdx.x & 31, g = lane >> 2, j = lane & 3;
   float c[4] = {0.f, 0.f, 0.f, 0.f}, low[4] = {0.f, 0.f, 0.f, 0.f};
-  uint4 b[AHEAD], d[AHEAD];
-  auto load = [&](int i) {
-    b[i % AHEAD] = load_here(q + 2 * i * 32 + lane);
-    d[i % AHEAD] = load_here(q + (2 * i + 1) * 32 + lane);
-  };
 #pragma unroll
-  for (int i = 0; i < AHEAD; i++) load(i);
-  barrier_wait(barrier, phase);
-#pragma unroll
-  for (int i = 0; i < TURNS; i++) {
+  for (int i = 0; i < 2 * BUNDLES; i++) {
     const uint4 a = load_shared16(means + g * MEAN_ROW + (i / 2 * 64 + j * 16 + i % 2 * 8) * 2);
-    const uint4 x = b[i % AHEAD], y = d[i % AHEAD];
+    const uint4 x = load_shared16(queries + (2 * i * 32 + lane) * 16);
+    const uint4 y = load_shared16(queries + ((2 * i + 1) * 32 + lane) * 16);
     mma_f16(c, a.x, 0, a.y, 0, x.x, x.y);
     mma_f16(low, a.x, 0, a.y, 0, x.z, x.w);
     mma_f16(c, a.z, 0, a.w, 0, y.x, y.y);
     mma_f16(low, a.z, 0, a.w, 0, y.z, y.w);
-    if (i + AHEAD < TURNS) load(i + AHEAD);
   }
   return make_float2(c[0] + low[0], c[1] + low[1]);
 }
@@ -109,21 +101,23 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
                                        float2* __restrict__ part_ml, float* __restrict__ mass, int num_heads,
                                        int group, int num_kv_heads, int chained) {
   DYNAMIC_SHARED(128, memory);
-  __shared__ __align__(8) uint64_t barriers[WARPS * 3];
-  __shared__ float2 sums[WARPS][COLUMNS];
-  __shared__ float2 dots[CENTRED ? WARPS : 1][MEAN_PAGES][COLUMNS / 2];  // queries times key means
+  __shared__ __align__(8) uint64_t barriers[WARPS * 3 + 1];
+  // Queries times the key means of eight pages, and after the last page a warp's sums.
+  __shared__ float2 dots[WARPS][CENTRED ? MEAN_PAGES * COLUMNS / 2 : COLUMNS];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, j = lane & 3;
   const uint32_t keys = shared_address(memory) + warp * SLOT, values = keys + K_BYTES;
   const uint32_t means = shared_address(memory) + WARPS * SLOT + warp * MEAN_SLOT;
   const uint32_t key_barrier = shared_address(&barriers[warp * 3]);
   const uint32_t value_barrier = key_barrier + 8, mean_barrier = key_barrier + 16;
+  const uint32_t queries = shared_address(memory) + QUERIES_AT, query_barrier = shared_address(&barriers[WARPS * 3]);
+  if (CENTRED && threadIdx.x == 0) barrier_init(query_barrier, 1);
   if (lane == 0) {
     barrier_init(key_barrier, 1);
     barrier_init(value_barrier, 1);
     barrier_init(mean_barrier, 1);
     publish_barriers();
   }
-  __syncwarp();
+  __syncthreads();
   __shared__ uint32_t entries[WARPS][2];
   __shared__ MassPlaces places[MASS ? WARPS : 1];
   __shared__ Held held[WARPS];
@@ -160,6 +154,10 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
       if (!chained) depend_wait();
       depend_go();
     }
+    if (CENTRED && threadIdx.x == 0) {
+      barrier_expect(query_barrier, QUERIES);
+      bulk_copy(queries, q_halves + (size_t)item.tile * V_TILES * 32, QUERIES, query_barrier);
+    }
     uint32_t q[K_STEPS][2], q_low[K_STEPS][2];
 #pragma unroll
     for (int k = 0; k < K_STEPS; k++) {
@@ -184,14 +182,15 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
       float shift0 = 0.f, shift1 = 0.f;
       if (CENTRED) {
         if (done % MEAN_PAGES == 0) {
-          const uint4* q_here = q_halves + (size_t)held[warp].tile * V_TILES * 32;
-          const float2 dot = mean_scores(means, q_here, mean_barrier, mean_phase);
+          if (done == 0) barrier_wait(query_barrier, (index - start) & 1);
+          barrier_wait(mean_barrier, mean_phase);
+          const float2 dot = mean_scores(means, queries);
           mean_phase ^= 1;
-          dots[warp][g][j] = make_float2(dot.x * scale.x * (Q_MAX / K_STEP), dot.y * scale.y * (Q_MAX / K_STEP));
+          dots[warp][g * 4 + j] = make_float2(dot.x * scale.x * (Q_MAX / K_STEP), dot.y * scale.y * (Q_MAX / K_STEP));
           __syncwarp();
           fetch_means(done + MEAN_PAGES);
         }
-        const float2 dot = dots[warp][done % MEAN_PAGES][j];
+        const float2 dot = dots[warp][done % MEAN_PAGES * 4 + j];
         shift0 = dot.x, shift1 = dot.y;
       }
       barrier_wait(key_barrier, phase);
@@ -291,7 +290,7 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
       }
       phase ^= 1;
     }
-    write_partial<HEAD_DIM, WARPS>(O, run, V_STEP, memory, SLOT, sums, held[warp], part_o, part_ml,
+    write_partial<HEAD_DIM, WARPS>(O, run, V_STEP, memory, SLOT, dots, held[warp], part_o, part_ml,
                                    [&](int i, int half) { return i * 16 + half * 8 + g; });
     // The slots were written by ordinary stores; the next bulk copies go through another proxy.
     publish_shared();
