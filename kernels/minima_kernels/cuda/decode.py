@@ -201,7 +201,7 @@ class CudaDecode:
 
         With ``rotation``, queries are given and outputs returned unrotated.
         """
-        q = (q if q.dtype in DTYPES else q.float()).contiguous()
+        q = _aligned((q if q.dtype in DTYPES else q.float()).contiguous())
         dtype = DTYPES[q.dtype]
         out = torch.empty_like(q)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
@@ -412,6 +412,11 @@ class CudaDecode:
 
 def _processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy that begins at a multiple of 16 bytes, as vectors of it must."""
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 def _kernel_name(variant: Variant, page_mass: bool) -> str:

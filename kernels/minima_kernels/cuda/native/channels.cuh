@@ -14,6 +14,23 @@ __device__ __forceinline__ float load_value(const void* x, size_t index, int dty
   return __bfloat162float(static_cast<const __nv_bfloat16*>(x)[index]);
 }
 
+template <typename T>
+struct alignas(OWN * sizeof(T) < 16 ? OWN * sizeof(T) : 16) Own {
+  T values[OWN];
+};
+// A lane's values of a vector at `index`, in as few loads as may be.
+__device__ __forceinline__ void load_own(float (&v)[OWN], const void* x, size_t index, int dtype) {
+  auto load = [&](auto zero, auto convert) {
+    using T = decltype(zero);
+    const auto own = *reinterpret_cast<const Own<T>*>(static_cast<const T*>(x) + index);
+#pragma unroll
+    for (int e = 0; e < OWN; e++) v[e] = convert(own.values[e]);
+  };
+  if (dtype == 0) load(0.f, [](float x) { return x; });
+  else if (dtype == 1) load(__half(), [](__half x) { return __half2float(x); });
+  else load(__nv_bfloat16(), [](__nv_bfloat16 x) { return __bfloat162float(x); });
+}
+
 // The normalised Hadamard matrix after `signs` (may be null).
 __device__ __forceinline__ void rotate_basis(float (&v)[OWN], const float* signs, int lane) {
 #pragma unroll

@@ -130,16 +130,24 @@ __device__ __forceinline__ void set_mass_places(MassPlaces& places, const int* c
   }
   __syncwarp();
 }
-// Writes log2 of the sum of exp of an item's page for the two columns of each lane: after the first exchange lanes
-// of even g add up column 2j, those of odd g column 2j + 1.
-__device__ __forceinline__ void write_mass(float* mass, const MassPlaces& places, int page, float sum0, float sum1,
-                                           float m0, float m1) {
-  const int lane = threadIdx.x & 31;
-  const bool odd = lane & 4;
-  float sum = (odd ? sum1 : sum0) + __shfl_xor_sync(~0u, odd ? sum0 : sum1, 4);
-  sum += __shfl_xor_sync(~0u, sum, 8);
-  sum += __shfl_xor_sync(~0u, sum, 16);
-  if (lane >= 8) return;
-  const int column = places.column[2 * (lane & 3) + odd];
-  if (column >= 0) mass[column + (size_t)page * places.step] = log2_fast(sum) + (odd ? m1 : m0);
-}
+// The sum of exp of an item's page for the two columns of each lane, a step at a time, so that other work lies between
+// a shuffle and the use of what it brings: lanes of even g add up column 2j, those of odd g column 2j + 1.
+struct PageSum {
+  float sum, other;
+  __device__ __forceinline__ void begin(float sum0, float sum1) {
+    const bool odd = threadIdx.x & 4;
+    sum = odd ? sum1 : sum0;
+    other = __shfl_xor_sync(~0u, odd ? sum0 : sum1, 4);
+  }
+  __device__ __forceinline__ void step(int by) {
+    sum += other;
+    other = __shfl_xor_sync(~0u, sum, by);
+  }
+  // Writes its log2; `m0` and `m1` are the columns' references.
+  __device__ __forceinline__ void write(float* mass, const MassPlaces& places, int page, float m0, float m1) const {
+    const int lane = threadIdx.x & 31, odd = lane >> 2 & 1;
+    const int column = lane < 8 ? places.column[2 * (lane & 3) + odd] : -1;
+    const float value = log2_fast(sum + other) + (odd ? m1 : m0);
+    if (column >= 0) mass[column + (size_t)page * places.step] = value;
+  }
+};

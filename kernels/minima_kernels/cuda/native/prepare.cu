@@ -35,12 +35,8 @@ extern "C" __global__ void __launch_bounds__(256)
   depend_wait();
   depend_go();
   if (columns[tile / num_kv_heads * COLUMNS] < 0) return;  // a tile that is not there
-  float v[OWN];
-#pragma unroll
-  for (int e = 0; e < OWN; e++) {
-    const size_t at = (size_t)(column + head * group) * HEAD_DIM + lane * OWN + e;
-    v[e] = column < 0 ? 0.f : load_value(q, at, dtype);
-  }
+  float v[OWN] = {};
+  if (column >= 0) load_own(v, q, (size_t)(column + head * group) * HEAD_DIM + lane * OWN, dtype);
   if (rotate) rotate_basis(v, signs, lane);
   float largest = 0.f;
 #pragma unroll

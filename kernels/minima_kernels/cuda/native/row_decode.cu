@@ -184,7 +184,9 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, int v_
       if (MASS) {
         page0 += sum0, page1 += sum1;
         if (part == PARTS - 1 || is_last) {
-          write_mass(mass, places[warp], warp + tile / PARTS * WARPS, page0, page1, run.m0, run.m1);
+          PageSum sum;
+          sum.begin(page0, page1), sum.step(8), sum.step(16);
+          sum.write(mass, places[warp], warp + tile / PARTS * WARPS, run.m0, run.m1);
           page0 = page1 = 0.f;
         }
       }

@@ -259,7 +259,8 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
       }
       run.l0 += sum0;
       run.l1 += sum1;
-      if (MASS) write_mass(mass, places[warp], warp + done * WARPS, sum0, sum1, run.m0, run.m1);
+      PageSum page_sum;
+      if (MASS) page_sum.begin(sum0, sum1);
 #pragma unroll
       for (int bundle = 0; bundle < BUNDLES; bundle++) {
         uint32_t w[4 * V_BITS];
@@ -281,6 +282,9 @@ __device__ __forceinline__ void decode(const uint8_t* __restrict__ share, const 
 #pragma unroll
           for (int c = 0; c < 4; c++)
             O[tile][c] += fmaf(__int_as_float(a[c]) - MAGIC, 256.f, __int_as_float(b[c]) - MAGIC);
+          if (MASS && tile == 0) page_sum.step(8);
+          if (MASS && tile == 1) page_sum.step(16);
+          if (MASS && tile == 2) page_sum.write(mass, places[warp], warp + done * WARPS, run.m0, run.m1);
         }
       }
       __syncwarp();
