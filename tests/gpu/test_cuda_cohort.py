@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from gpu_pages import move
-from kernel_pages import Pages, relative_error
-from test_cuda_decode import check, poison
+from kernel_pages import Pages, poison, relative_error
+from test_cuda_decode import check
 
 from minima_kernels import KVGeometry, plan_decode, run_decode
 from minima_kernels.cuda import work
@@ -30,7 +30,11 @@ def test_formats(name: str, dim: int, query_bits: int) -> None:
     pages = Pages(KVGeometry(2, 2, dim, 64), [name])
     everyone = list(range(7))
     segments = [pages.segment(0, count, everyone) for count in (1, 9, 16, 23)]
-    assert plan_decode(segments, 7, pages.kinds, pages.geometry, "cuda").cuda(8)._part_rows.numel()
+    assert (
+        plan_decode(segments, 7, pages.kinds, pages.geometry, "cuda")
+        .cuda(8)
+        .scratch.part_rows.numel()
+    )
     check(pages, segments, 7, 4, query_bits, dtype=QUERIES.get(name, torch.float32))
 
 
@@ -115,7 +119,7 @@ def test_graph_replay_and_repeat(name: str) -> None:
     with torch.cuda.graph(graph):
         captured = run_decode(plan, held, arena, 0, 0.0625, page_mass=True)
     for _ in range(3):
-        poison(plan, 24)
+        poison(plan.cuda(24).scratch)
         held.copy_(q)
         graph.replay()
         torch.cuda.synchronize()

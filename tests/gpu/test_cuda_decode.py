@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 from gpu_pages import move
-from kernel_pages import Pages, relative_error
+from kernel_pages import Pages, poison, relative_error
 
 from minima_kernels import (
-    DecodePlan,
     KVGeometry,
     PageKind,
     Rotation,
@@ -28,16 +27,6 @@ from minima_kernels.shares import read_shares
 LIMITS = {15: 5e-4, 8: 2.5e-2}
 FORMATS = ["tq3", "tq(16,4)", "tq(16,8)", "tq(8,4)", "tq(4,4)", "tq(8,8,uncentred)"]
 ROWS = ["fp8", "bf16", "f16"]
-
-
-def poison(plan: DecodePlan, num_heads: int) -> None:
-    """Scratch must be written before it is read."""
-    cuda = plan.cuda(num_heads)
-    for buffer in (cuda._part_o, cuda._part_step, cuda._part_ml, cuda._q_scale):
-        buffer.fill_(float("nan"))
-    for words in (cuda._part_rows, cuda._q_bytes, cuda._pieces, cuda._plain):
-        if words is not None:
-            words.fill_(-1)
 
 
 def check(
@@ -60,7 +49,7 @@ def check(
     plan = plan_decode(
         segments, num_rows, pages.kinds, geometry, arena.device, query_bits=query_bits
     )
-    poison(plan, num_heads)
+    poison(plan.cuda(num_heads).scratch)
     q = (pages.random(num_rows, num_heads, geometry.head_dim) * spread).to(dtype).float()
     routes = RouteCounters()
     limit = limit or LIMITS[query_bits]
@@ -198,7 +187,7 @@ def test_graph_replay_and_repeat() -> None:
     with torch.cuda.graph(graph):
         captured = run_decode(plan, held, arena, 0, 0.1, page_mass=True)
     for _ in range(3):
-        poison(plan, 8)
+        poison(plan.cuda(8).scratch)
         held.copy_(q)
         graph.replay()
         torch.cuda.synchronize()
@@ -254,7 +243,7 @@ def test_long_contexts_in_random_places(name: str, dim: int) -> None:
     ]
     plan = plan_decode(segments, 3, [kind], geometry, arena.device)
     q = torch.randn(3, 24, dim, generator=generator, device="cuda") * 2
-    poison(plan, 24)
+    poison(plan.cuda(24).scratch)
     result = run_decode(plan, q, arena, 0, dim**-0.5)
     for row, segment in enumerate(segments):
         addresses = torch.as_tensor(segment.addresses).cuda()

@@ -8,6 +8,7 @@ import torch
 
 from minima_kernels import GRANULE, KVGeometry, PageKind, Segment, parse_format
 from minima_kernels.attention.reference import cached_tokens, dense_attention
+from minima_kernels.cuda.scratch import Scratch
 from minima_kernels.formats import AppendableFormat
 
 POISON = 0xFF
@@ -89,3 +90,12 @@ class Pages:
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual.double() - expected.double()).norm() / expected.double().norm())
+
+
+def poison(scratch: Scratch) -> None:
+    """Fills what the kernels hand to each other: nothing may be read before it is written."""
+    for floats in (scratch.q_scale, scratch.part_o, scratch.part_step, scratch.part_ml):
+        floats.fill_(torch.nan)
+    for words in (scratch.q_bytes, scratch.pieces, scratch.plain, scratch.part_rows):
+        if words is not None:
+            words.fill_(-1)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from emulated import Emulation, in_fragment_order, skip_unless_possible
-from kernel_pages import Pages, relative_error
+from kernel_pages import Pages, poison, relative_error
 
 from minima_kernels import GRANULE, KVGeometry, Rotation, Segment, merge_states
 from minima_kernels.attention import State
@@ -58,16 +58,7 @@ def check(
     expected = torch.cat([answer[0] for answer in answers])
     first = None
     for emulation.seed in range(seeds):
-        for buffer in (
-            plan._part_o,
-            plan._part_step,
-            plan._part_ml,
-            plan._q_scale,
-        ):
-            buffer.fill_(float("nan"))
-        for words in (plan._part_rows, plan._q_bytes, plan._pieces):
-            if words is not None:
-                words.fill_(-1)
+        poison(plan.scratch)
         result = plan.run(q, arena, 0, scale, emulation.seed == 0, None)
         error = relative_error(result.out[chosen], expected)
         assert error < LIMITS[query_bits], (emulation.seed, error)
