@@ -22,6 +22,7 @@ from collections.abc import Callable
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_minima.channels import Addresses
@@ -176,15 +177,17 @@ def load_tokenizer(args: ServerArgs) -> Tokenizer:
     Raises:
         LaunchError: it cannot be loaded.
     """
+    from sglang_minima.models.cache import renewal_hint
     from sglang_minima.models.errors import ModelLoadError
     from sglang_minima.tokenization.tokenizer import Tokenizer
 
+    path = args.tokenizer_path or str(args.model_path)
     try:
-        return Tokenizer.load(args.tokenizer_path or str(args.model_path), args.chat_template)
-    except ModelLoadError as error:
-        raise LaunchError(one_line(error)) from None
+        return Tokenizer.load(path, args.chat_template)
     except (OSError, ValueError, RuntimeError) as error:
-        raise LaunchError(f"the tokenizer cannot be loaded: {one_line(error)}") from None
+        what = "" if isinstance(error, ModelLoadError) else "the tokenizer cannot be loaded: "
+        hint = renewal_hint(Path(path), error)
+        raise LaunchError(f"{what}{one_line(error)}{hint}") from None
 
 
 def one_line(error: BaseException) -> str:
@@ -227,8 +230,16 @@ def _run_child(
         else:
             logger.debug("a server process cannot start", exc_info=True)
         if not ready.closed:
-            _report_failure(ready, one_line(error))
+            _report_failure(ready, one_line(error) + _renewal_hint(args, error))
         sys.exit(1)
+
+
+def _renewal_hint(args: ServerArgs, error: BaseException) -> str:
+    from sglang_minima.models.cache import renewal_hint
+    from sglang_minima.models.errors import ModelLoadError
+
+    is_model = isinstance(error, ModelLoadError)
+    return renewal_hint(Path(str(args.model_path)), error) if is_model else ""
 
 
 def _report_failure(ready: Connection, message: str) -> None:

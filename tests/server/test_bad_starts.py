@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import socket
 import sys
 import tempfile
@@ -15,7 +16,8 @@ from server_kit import free_port, start_server, write_model
 from sglang_minima import processes
 from sglang_minima.channels import Addresses
 from sglang_minima.launch_server import _bind
-from sglang_minima.models.cache import CACHE_VARIABLE
+from sglang_minima.models import ModelLoadError, UnsupportedModel
+from sglang_minima.models.cache import CACHE_VARIABLE, build_once, renewal_hint
 from sglang_minima.processes import LaunchError, ProcessGroup, load_tokenizer, resolve_model
 from sglang_minima.server_args import ServerArgs
 
@@ -139,6 +141,34 @@ def test_what_is_wrong_with_a_model_is_said_as_it_is(tmp_path: Path) -> None:
         load_tokenizer(ServerArgs(model_path=str(tmp_path)))
     with pytest.raises(LaunchError, match="~nobody-here/model: Could not determine home"):
         resolve_model(ServerArgs(model_path="~nobody-here/model"))
+
+
+def test_how_a_damaged_conversion_is_renewed(tmp_path: Path) -> None:
+    """Bytes that are wrong without being fewer, in the tokenizer and then in the weights."""
+    model = build_once(tmp_path / "model", write_model)
+    remedy = f"{model} was made from the model's file: remove it, and it is made again."
+    tokenizer = model / "tokenizer.json"
+    whole = tokenizer.read_bytes()
+    tokenizer.write_bytes(b"x" * len(whole))
+    args = ServerArgs(model_path=str(model))
+    with pytest.raises(LaunchError, match=re.escape(remedy)):
+        load_tokenizer(args)
+    tokenizer.write_bytes(whole)
+    load_tokenizer(args)
+    (model / "model.safetensors").write_bytes(b"x" * 64)
+    program = ["-m", "sglang_minima.launch_server", "--model-path", str(model)]
+    server = start_server(program, "--device", "cpu", wait=False)
+    output = server.process.communicate(timeout=60)[0]
+    assert server.process.returncode == 1
+    assert output.splitlines()[-1].startswith("error: ") and output.rstrip().endswith(remedy)
+
+
+def test_what_a_new_conversion_would_not_mend(tmp_path: Path) -> None:
+    model = build_once(tmp_path / "model", write_model)
+    assert renewal_hint(model, ModelLoadError("cut"))
+    assert not renewal_hint(model, UnsupportedModel("of another kind"))
+    (tmp_path / "own").mkdir()
+    assert not renewal_hint(tmp_path / "own", ModelLoadError("cut"))
 
 
 def test_a_port_in_use_is_found_first() -> None:

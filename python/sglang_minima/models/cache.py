@@ -20,7 +20,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from sglang_minima.models.errors import ModelLoadError
+from sglang_minima.models.errors import ModelLoadError, UnsupportedModel
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +92,16 @@ def build_once(target: Path, build: Callable[[Path], None]) -> Path:
             shutil.rmtree(building, ignore_errors=True)
             raise
     return target
+
+
+def renewal_hint(directory: Path, error: BaseException) -> str:
+    """What helps where reading a directory of `build_once` failed: to follow the error's message.
+
+    Empty for other directories, and for what a new copy would not mend.
+    """
+    if isinstance(error, UnsupportedModel) or not (directory / SIZES).is_file():
+        return ""
+    return f" {directory} was made from the model's file: remove it, and it is made again."
 
 
 def _damaged_file(directory: Path) -> Path | None:
