@@ -103,7 +103,7 @@ def test_cohort_over_fp8_rounds_queries(emulation: Emulation, dim: int) -> None:
 
 @pytest.mark.parametrize("name", ["tq3", "fp8"])
 def test_what_is_no_number_stays_none(emulation: Emulation, name: str) -> None:
-    """Readers of a page with a NaN get NaN, by cohorts and by tiles; nobody else does."""
+    """Readers of a token that is NaN get NaN, by cohorts and by tiles; nobody else does."""
     geometry = KVGeometry(1, 1, 64, 64)
     pages = Pages(geometry, [name])
     segments = [pages.segment(0, 2, range(n, n + 5)) for n in (0, 5)]
