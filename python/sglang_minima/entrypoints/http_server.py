@@ -79,7 +79,9 @@ class _DrainingServer(uvicorn.Server):
         loop = asyncio.get_running_loop()
         if self._signal is not None:
             wait = f", waiting up to {self.drain_seconds:g} s" if self._running() else ""
-            logger.info("%s: %d requests running%s.", self._signal, self._running(), wait)
+            count = self._running()
+            noun = "request" if count == 1 else "requests"
+            logger.info("%s: %d %s running%s.", self._signal, count, noun, wait)
         timers = (
             loop.call_later(self.drain_seconds, self._give_up),
             loop.call_later(self.drain_seconds + _DEAF_SECONDS, self._cut_connections),
