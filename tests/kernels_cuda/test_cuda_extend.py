@@ -69,7 +69,7 @@ def check(
         rows = slice(start, stop)
         new = rotation.forward(k[rows]), rotation.forward(v[rows])
         out, lse = pages.reference(segments, request, rotation.forward(q[rows]), layer, 0.125, new)
-        assert torch.allclose(result.lse[rows].double(), lse, atol=10 * limit)
+        assert torch.allclose(result.lse[rows].double(), lse, atol=limit)
         expected.append(out @ rotation.matrix.double().T)
     assert relative_error(result.out, torch.cat(expected)) < limit
     return set(routes.snapshot())
@@ -251,7 +251,7 @@ def test_emulated_kernels(
     plan = plan_extend(segments, [0, 10, 11, 23, 23, 27, 30], pages.kinds, geometry, "cpu")
     for layer in range(2):
         check(
-            plan, pages, segments, arena=arena, layer=layer, group_size=group_size, limit=6e-4
+            plan, pages, segments, arena=arena, layer=layer, group_size=group_size, limit=5e-4
         )  # fmt: skip
     kernels = "cohort_decode", "cohort_fp8", "tq_decode", "row_decode", "merge"
     assert set(kernels) <= set(emulation.launched)

@@ -165,10 +165,18 @@ def test_how_a_damaged_conversion_is_renewed(tmp_path: Path) -> None:
 
 def test_what_a_new_conversion_would_not_mend(tmp_path: Path) -> None:
     model = build_once(tmp_path / "model", write_model)
-    assert renewal_hint(model, ModelLoadError("cut"))
-    assert not renewal_hint(model, UnsupportedModel("of another kind"))
-    (tmp_path / "own").mkdir()
-    assert not renewal_hint(tmp_path / "own", ModelLoadError("cut"))
+    assert renewal_hint(model, ModelLoadError(f"{model} is cut"))
+    assert not renewal_hint(model, UnsupportedModel(f"{model} is of another kind"))
+    (own := tmp_path / "own").mkdir()
+    assert not renewal_hint(own, ModelLoadError(f"{own} is cut"))
+    for given in ({"chat_template": "{{ cut"}, {"tokenizer_path": str(own)}):
+        args = ServerArgs(model_path=str(model), **given)
+        with pytest.raises(LaunchError) as caught:
+            load_tokenizer(args)
+        assert "made again" not in str(caught.value)
+        # As a child says it.
+        damage = ModelLoadError(str(caught.value))
+        assert not processes._renewal_hint(args, damage)
 
 
 def test_a_port_in_use_is_found_first() -> None:

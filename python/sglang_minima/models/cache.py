@@ -97,9 +97,11 @@ def build_once(target: Path, build: Callable[[Path], None]) -> Path:
 def renewal_hint(directory: Path, error: BaseException) -> str:
     """What helps where reading a directory of `build_once` failed: to follow the error's message.
 
-    Empty for other directories, and for what a new copy would not mend.
+    Empty for other directories, for errors that do not name this one (of a chat template, of
+    another tokenizer), and for what a new copy would not mend.
     """
-    if isinstance(error, UnsupportedModel) or not (directory / SIZES).is_file():
+    is_named = str(directory) in str(error)
+    if not is_named or isinstance(error, UnsupportedModel) or not (directory / SIZES).is_file():
         return ""
     return f" {directory} was made from the model's file: remove it, and it is made again."
 
